@@ -48,9 +48,7 @@ def parse_turn(text: str) -> Answer | ToolCall | Malformed:
     blocks = [block for tag in ("answer", "tool_call") if (block := _first_block(rest, tag)) is not None]
     complete = [block for block in blocks if block.end >= 0]
     if not complete:
-        return Malformed(
-            f"the <{blocks[0].tag}> block is not closed" if blocks else "there is no action after </think>"
-        )
+        return Malformed(f"the <{blocks[0].tag}> block is not closed" if blocks else "no action follows the thought")
     block = min(complete, key=lambda candidate: candidate.start)
     trailing = bool(rest[block.end :].strip())
     if block.tag == "answer":
