@@ -1,0 +1,53 @@
+"""The contract every generation engine keeps: token ids in, token ids and log-probs out."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one completion.
+
+    ``seed`` fixes the draw: the same seed and the same logits give the same tokens, whatever else is in the batch.
+    ``order`` sorts requests of one batch (uid, sample, turn) in deterministic mode.
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 keep the whole vocabulary.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    order: tuple = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """``token_ids`` as sampled (the stop token included), ``logprobs`` at the sampling temperature, same length.
+
+    ``finish_reason``: stop (a stop token was sampled) or length. ``version``: the weights that sampled it.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    version: int
+
+
+class RolloutEngine(Protocol):
+    """An engine serves one rollout worker. ``version`` is the training step whose weights it holds."""
+
+    version: int
+
+    async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Completion: ...
+
+    async def update_weights(self, weights: dict[str, Any], version: int) -> None:
+        """``weights``: name -> CPU tensor; an adapter (PEFT names) or, in full fine-tuning, all parameters."""
+
+    def begin_episode(self) -> None:
+        """One more episode is alive and will ask for a completion, unless it waits for a tool."""
+
+    def end_episode(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
