@@ -1,8 +1,9 @@
-"""Read a corpus of ``{title, url, text}`` rows from .jsonl, .jsonl.gz or .parquet, streaming, with errors that point."""
+"""Read a corpus of ``{title, url, text}`` rows from .jsonl, .jsonl.gz or .parquet, with errors that point."""
 
 import gzip
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -27,9 +28,11 @@ def iter_rows(paths: Sequence[Path]) -> Iterator[tuple[dict[str, str], int]]:
 
 
 def kind_of(path: Path) -> str:
-    """The one of SUFFIXES that ``path`` ends with; ValueError where the file is missing or of another kind."""
+    """The one of SUFFIXES that ``path`` ends with; ValueError where it is missing, closed to us, or of another kind."""
     if not path.is_file():
         raise ValueError(f"corpus {path} is {'a folder' if path.is_dir() else 'missing'}; give a file {_wanted()}")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"corpus {path} can't be read by this user; change its permissions")
     for suffix in SUFFIXES:
         if path.name.lower().endswith(suffix):
             return suffix

@@ -11,8 +11,10 @@ time, and renamed when whole. So whoever sees it may open it, and a build that w
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,13 +35,12 @@ _MANIFEST = "manifest.json"
 Row = dict[str, str]
 Corpus = Path | str | Sequence[Path | str]
 
-# One token a CJK character (they are written without spaces), else one a run of letters, digits and marks.
-_CJK = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}"
-_TOKEN = rf"[{_CJK}]|[[\p{{L}}\p{{N}}\p{{M}}]--[{_CJK}]]+"
+# Written without spaces between the words: each character becomes a token.
+_UNSPACED = re.compile("([\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 
 
 def _analyzer(*, drop_stop_words: bool) -> tantivy.TextAnalyzer:
-    builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.regex(_TOKEN))
+    builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
     builder = builder.filter(tantivy.Filter.remove_long(64)).filter(tantivy.Filter.lowercase())
     builder = builder.filter(tantivy.Filter.ascii_fold())
     if drop_stop_words:
@@ -65,26 +66,46 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def _indexable(text: str) -> str:
+    """``text`` as the analyzer should see it: compatibility forms folded, unspaced scripts spaced."""
+    return text if text.isascii() else _UNSPACED.sub(r" \1 ", unicodedata.normalize("NFKC", text))
+
+
 def _title_key(title: str) -> str:
-    return " ".join(_ALL_WORDS.analyze(title[: _MAX_TITLE_KEY + 1])) if len(title) <= _MAX_TITLE_KEY else ""
+    """What two titles that say the same have in common; "" for one too long or without a word."""
+    return " ".join(_ALL_WORDS.analyze(_indexable(title))) if len(title) <= _MAX_TITLE_KEY else ""
 
 
 def _write(index: tantivy.Index, rows: Iterable[Row], heap_size: int) -> int:
-    """Add ``rows`` in order and commit; the number of rows. One thread, so that the same corpus gives the same index."""
+    """Add ``rows`` in order and commit; the number of rows. OSError where the index can't be written.
+
+    One thread, so that rows are numbered and stored in the corpus' order.
+    """
     writer = index.writer(heap_size=heap_size, num_threads=1)
     count = 0
     for row in rows:
         title, url, text = _writable(row["title"]), _writable(row["url"]), _writable(row["text"])
         document = tantivy.Document()
-        document.add_text("body", "\n".join([title] * TITLE_WEIGHT + [text]))
+        document.add_text("body", _indexable("\n".join([title] * TITLE_WEIGHT + [text])))
         document.add_text("title_key", _title_key(title))
         document.add_unsigned("ordinal", count)
         document.add_bytes("row", json.dumps([title, url, text], ensure_ascii=False).encode())
-        writer.add_document(document)
+        with _write_errors():
+            writer.add_document(document)
         count += 1
-    writer.commit()
-    writer.wait_merging_threads()
+    with _write_errors():
+        writer.commit()
+        writer.wait_merging_threads()
     return count
+
+
+@contextmanager
+def _write_errors() -> Iterator[None]:
+    """tantivy reports a full disk as ValueError, as it does a wrong argument; here only the disk can be at fault."""
+    try:
+        yield
+    except ValueError as error:
+        raise OSError(str(error)) from error
 
 
 class LocalIndex:
@@ -109,7 +130,11 @@ class LocalIndex:
     @classmethod
     def open(cls, corpus: Corpus, index_dir: Path | str, progress: bool = True) -> "LocalIndex":
         """The index of ``corpus``, built under ``index_dir`` first where it isn't there yet. See ``build_index``."""
-        return cls(tantivy.Index.open(str(build_index(corpus, index_dir, progress))))
+        folder = build_index(corpus, index_dir, progress)
+        try:
+            return cls(tantivy.Index.open(str(folder)))
+        except ValueError as error:
+            raise ValueError(f"index {folder} is damaged ({error}); delete that folder, it is built anew") from error
 
     def __len__(self) -> int:
         return self._searcher.num_docs
@@ -122,7 +147,7 @@ class LocalIndex:
         """
         if topk < 1:
             raise ValueError(f"topk={topk} asks for no result; give 1 or more")
-        text = _writable(query[:MAX_QUERY_CHARS])
+        text = _indexable(_writable(query[:MAX_QUERY_CHARS]))
         words = list(dict.fromkeys(_CONTENT_WORDS.analyze(text) or _ALL_WORDS.analyze(text)))[:MAX_QUERY_TERMS]
         if not words:
             return []
@@ -196,11 +221,12 @@ def _build(paths: list[Path], root: Path, target: Path, progress: bool) -> None:
         index = tantivy.Index(_schema(), path=str(beside), reuse=False)
         index.register_tokenizer("body", _ALL_WORDS)
         with _progress(paths, progress) as advance:
-            count = _write(index, (_advancing(paths, advance)), _DISK_HEAP)
+            count = _write(index, _advancing(paths, advance), _DISK_HEAP)
         if not count:
             raise ValueError(f"corpus {', '.join(map(str, paths))} has no rows; give a file that has some")
         manifest = {"rows": count, "corpus": [str(path) for path in paths], "format": FORMAT_VERSION}
         (beside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        shutil.rmtree(target, ignore_errors=True)  # one without a manifest: someone took files out of it
         os.replace(beside, target)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)

@@ -1,0 +1,275 @@
+"""The threaded search handler: tool calls in, results out, in order, each by its deadline, failures as values.
+
+A query travels as a *flight*: the one search that everybody who asks the same at the same time waits for. A call is
+*pending* until its flights have landed or its deadline has passed, whichever is first.
+"""
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+import unicodedata
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from scrl.handler.config import HandlerConfig
+from scrl.handler.metrics import HandlerMetrics
+from scrl.handler.web_search_agent.local_index import Row
+from scrl.handler.web_search_agent.search_api import SearchBackend, SearchError, make_backend
+from scrl.types import ToolCall, ToolResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of one query: rows, or an error."""
+
+    rows: list[Row] = field(default_factory=list)
+    error_kind: str = ""
+    error: str = ""
+    cached: bool = False
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A call under way. ``outcomes[i]`` belongs to its i-th query; ``done`` once somebody has taken it to answer it."""
+
+    started: float
+    deadline: float
+    outcomes: list[_Outcome | None]
+    not_run: int = 0  # queries beyond max_queries
+    done: bool = False
+    future: "Future[ToolResult]" = field(default_factory=Future)
+
+
+@dataclass(eq=False)
+class _Flight:
+    key: str
+    query: str
+    deadline: float  # the latest of its waiters'
+    waiters: list[tuple[_Pending, int]] = field(default_factory=list)
+
+
+class SearchHandler:
+    """Runs tool calls on at most ``config.max_workers`` threads.
+
+    Building it opens the backend, so it raises ValueError for an engine or a corpus that can't be used; after that
+    nothing raises. Results are the caller's own copies. ``close()`` it, or use it in a ``with`` statement.
+    """
+
+    def __init__(self, config: HandlerConfig, backend: SearchBackend | None = None) -> None:
+        self._config = config
+        self._backend = make_backend(config) if backend is None else backend
+        self._metrics = HandlerMetrics()
+        self._pool = ThreadPoolExecutor(config.max_workers, thread_name_prefix="search")
+        # One lock for all that follows; futures are resolved outside it, since their callbacks may call submit.
+        self._changed = threading.Condition()
+        self._cache: OrderedDict[str, list[Row]] = OrderedDict()
+        self._flights: dict[str, _Flight] = {}
+        self._deadlines: list[tuple[float, int, _Pending]] = []  # a heap; the number only breaks ties
+        self._numbers = itertools.count()
+        self._closed = False
+        threading.Thread(target=self._expire_calls, name="search-deadlines", daemon=True).start()
+
+    def handle(self, calls: Sequence[ToolCall], timeout_s: float | None = None) -> list[ToolResult]:
+        """Run ``calls`` at once; their results in order, within ``timeout_s`` (default: the configured one)."""
+        return [future.result() for future in [self.submit(call, timeout_s) for call in calls]]
+
+    def submit(self, call: ToolCall, timeout_s: float | None = None) -> "Future[ToolResult]":
+        """Start ``call``; a future that never raises and is resolved by the call's deadline. It can't be cancelled.
+
+        ``items`` has one list for each query of the call, in order. A call is ``ok`` when at least one of its queries
+        was answered; what went wrong with another is still told in ``error``.
+        """
+        started = time.monotonic()
+        self._metrics.count("calls")
+        queries, problem = _read_call(call)
+        run = queries[: self._config.max_queries]
+        deadline = started + (self._config.timeout_s if timeout_s is None else timeout_s)
+        pending = _Pending(started, deadline, [None] * len(run), len(queries) - len(run))
+        pending.future.set_running_or_notify_cancel()
+        self._metrics.count("queries", len(run))
+        with self._changed:
+            if self._closed:
+                problem = _Outcome(error_kind="internal", error="the search handler is closed")
+            if problem:
+                pending.outcomes = [problem] * max(len(run), 1)
+            else:
+                for position, query in enumerate(run):
+                    self._ask(pending, position, query)
+            finished = self._take_if_complete(pending)
+            if not finished:
+                heapq.heappush(self._deadlines, (deadline, next(self._numbers), pending))
+                if self._deadlines[0][2] is pending:  # the thread sleeps until a later one
+                    self._changed.notify()
+        if finished:
+            self._answer(pending)
+        return pending.future
+
+    def metrics(self) -> dict[str, float]:
+        """Counts and latencies since the start, as ``search/...``; see HandlerMetrics."""
+        return self._metrics.as_dict()
+
+    def close(self) -> None:
+        """Answer what is pending with an error, and let the threads go."""
+        with self._changed:
+            self._closed = True
+            cut = [pending for _, _, pending in self._deadlines if not pending.done]
+            closing = _Outcome(error_kind="internal", error="the search handler was closed")
+            for pending in cut:
+                self._give_up(pending, closing)
+            self._deadlines.clear()
+            self._changed.notify()
+        for pending in cut:
+            self._answer(pending)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._backend.close()
+
+    def __enter__(self) -> "SearchHandler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The methods from here to _take_expired are called with the lock held.
+
+    def _ask(self, pending: _Pending, position: int, query: str) -> None:
+        """Answer one query from the cache, or join the flight that searches for it, or start that flight."""
+        key = normalise_query(query)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            self._metrics.count("cache_hits")
+            pending.outcomes[position] = _Outcome(self._cache[key], cached=True)
+            return
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight(key, query, pending.deadline)
+            self._pool.submit(self._fly, flight)
+        else:
+            self._metrics.count("shared")
+            flight.deadline = max(flight.deadline, pending.deadline)
+        flight.waiters.append((pending, position))
+
+    def _land(self, flight: _Flight, outcome: _Outcome) -> list[_Pending]:
+        """Hand ``outcome`` to all who wait; the calls that this completes."""
+        del self._flights[flight.key]
+        # An empty result isn't kept: it may be the backend's bad moment.
+        if outcome.rows and self._config.cache_size:
+            self._cache[flight.key] = outcome.rows
+            if len(self._cache) > self._config.cache_size:
+                self._cache.popitem(last=False)
+        for pending, position in flight.waiters:
+            if not pending.done:
+                pending.outcomes[position] = outcome
+        return [pending for pending, _ in flight.waiters if self._take_if_complete(pending)]
+
+    def _take_if_complete(self, pending: _Pending) -> bool:
+        if pending.done or None in pending.outcomes:
+            return False
+        pending.done = True
+        return True
+
+    def _give_up(self, pending: _Pending, outcome: _Outcome) -> None:
+        pending.outcomes = [outcome if known is None else known for known in pending.outcomes]
+        pending.done = True
+
+    def _take_expired(self) -> list[_Pending]:
+        """The calls whose deadline has passed, given up. Those answered long ago leave the heap in passing."""
+        expired, now = [], time.monotonic()
+        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= now):
+            _, _, pending = heapq.heappop(self._deadlines)
+            if not pending.done:
+                waited = pending.deadline - pending.started
+                self._give_up(pending, _Outcome(error_kind="timeout", error=f"no answer within {waited:g} s"))
+                expired.append(pending)
+        return expired
+
+    # The threads.
+
+    def _fly(self, flight: _Flight) -> None:
+        while True:
+            with self._changed:
+                deadline = flight.deadline
+            outcome = self._search(flight.query, deadline)
+            with self._changed:
+                # Somebody with more time joined a search that was started for those with less: it gets that time.
+                extended = flight.deadline > deadline and not self._closed
+                if outcome.error_kind != "timeout" or not extended:
+                    completed = self._land(flight, outcome)
+                    break
+        for pending in completed:
+            self._answer(pending)
+
+    def _search(self, query: str, deadline: float) -> _Outcome:
+        started = time.monotonic()
+        if started >= deadline:  # it stood in the queue until nobody waited any more
+            self._metrics.count("expired_unsearched")
+            return _Outcome(error_kind="timeout", error="the deadline passed before a thread was free")
+        self._metrics.count("searches")
+        try:
+            rows = self._backend.search(query, self._config.topk, deadline)
+        except SearchError as error:
+            return _Outcome(error_kind=error.kind, error=str(error))
+        except Exception as error:  # a bug in a backend costs the calls that met it, not the run
+            logger.exception("backend %s failed on %.200r", self._backend.name, query)
+            return _Outcome(error_kind="internal", error=f"{self._backend.name}: {type(error).__name__}: {error}")
+        finally:
+            self._metrics.observe(f"backend/{self._backend.name}", time.monotonic() - started)
+        if not rows:
+            self._metrics.count("empty")
+        return _Outcome(rows)
+
+    def _expire_calls(self) -> None:
+        while True:
+            with self._changed:
+                expired = self._take_expired()
+                if self._closed:
+                    break
+                if not expired:
+                    wait = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
+                    self._changed.wait(wait)
+            for pending in expired:
+                self._answer(pending)
+
+    def _answer(self, pending: _Pending) -> None:
+        """Resolve the call's future. Only whoever set ``done`` gets here, so it happens once."""
+        outcomes = [outcome for outcome in pending.outcomes if outcome is not None]
+        assert len(outcomes) == len(pending.outcomes)
+        failed = [outcome for outcome in outcomes if outcome.error_kind]
+        latency = time.monotonic() - pending.started
+        if failed:
+            self._metrics.count("errors")
+            self._metrics.count(f"errors/{failed[0].error_kind}")
+        self._metrics.observe("call", latency)
+        pending.future.set_result(
+            ToolResult(
+                items=[[dict(row) for row in outcome.rows] for outcome in outcomes]
+                + [[] for _ in range(pending.not_run)],
+                ok=len(failed) < len(outcomes),
+                error=failed[0].error if failed else "",
+                error_kind=failed[0].error_kind if failed else "",
+                latency_s=latency,
+                cached=all(outcome.cached for outcome in outcomes),
+            )
+        )
+
+
+def normalise_query(query: str) -> str:
+    """What makes two queries the same: NFKC, case and runs of spaces folded."""
+    return " ".join(unicodedata.normalize("NFKC", query).casefold().split())
+
+
+def _read_call(call: ToolCall) -> tuple[list[str], _Outcome | None]:
+    """(queries, problem). The policy wrote the call, so nothing about its arguments is taken for granted."""
+    if call.name == "browse_webpage":
+        return [], _Outcome(error_kind="no_backend", error="browse_webpage is not available; use web_search")
+    if call.name != "web_search":
+        return [], _Outcome(error_kind="bad_request", error=f"{str(call.name)[:80]!r} is not a tool; use web_search")
+    queries = call.arguments.get("query") if isinstance(call.arguments, dict) else None
+    if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
+        return [], _Outcome(error_kind="bad_request", error="web_search needs query, a list of non-empty strings")
+    return queries, None
