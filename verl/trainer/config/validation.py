@@ -1,0 +1,192 @@
+"""Combinations of settings that cannot work, refused with value, reason and remedy, and those that work but are odd."""
+
+import glob
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.trainer.config.schema import Config
+
+# Estimators that compare the episodes of one question: a group of one has nothing to compare.
+GROUP_ESTIMATORS = ("grpo", "drgrpo", "std_only", "rloo", "grpo_turn")
+# Of these, the ones that sum an episode's reward, so that closed shaping at gamma 1 cancels within a group.
+EPISODE_ESTIMATORS = ("grpo", "drgrpo", "std_only", "rloo")
+
+
+def validate(config: Config) -> None:
+    """Raise ValueError with one sentence for the first combination that cannot work."""
+    for check in (_groups, _batches, _lengths, _turns, _curriculum, _trainer):
+        for problem in check(config):
+            raise ValueError(problem)
+
+
+def warnings_of(config: Config) -> list[str]:
+    """What works but probably isn't meant, one sentence each."""
+    return list(_odd(config))
+
+
+def check_inputs(config: Config) -> None:
+    """Raise ValueError when a file or folder that the run will read isn't there (before Ray starts, so at once)."""
+    model = config.actor_rollout_ref.model.path
+    if not model:
+        raise ValueError(
+            "actor_rollout_ref.model.path is empty; give a folder or a Hugging Face name, or start from a recipe: "
+            "profile=cpu_demo"
+        )
+    if not Path(model).exists() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise ValueError(f"actor_rollout_ref.model.path={model}: there is no such folder here or in the repository")
+    needed = {"data.val_files": config.data.val_files if config.data.val_files or config.trainer.val_only else None}
+    needed["data.train_files"] = None if config.trainer.val_only else config.data.train_files
+    for key, files in needed.items():
+        if files is not None:
+            _check_files(key, files)
+    corpus = config.search.index_corpus
+    if config.search_engine == "local" and config.search.mode == "inprocess" and not Path(corpus or "?").is_file():
+        raise ValueError(
+            f"search.index_corpus={corpus!r} is not a file; search_engine=local needs a .jsonl or .parquet of "
+            "{title, url, text}, such as data/demo/corpus.jsonl"
+        )
+
+
+def _check_files(key: str, files: tuple[str, ...]) -> None:
+    if not files:
+        raise ValueError(f"{key} is empty; give one or more parquet files, such as {key}=data/demo/train.parquet")
+    for file in files:
+        if not Path(file).is_file() and not glob.glob(file, recursive=True):
+            raise ValueError(f"{key}: {file} is not there, neither from here nor from the repository; check the path")
+
+
+def _groups(config: Config) -> Iterator[str]:
+    estimator, n = config.algorithm.adv_estimator, config.agent_grpo.n
+    if n == 1 and estimator in GROUP_ESTIMATORS and not config.trainer.val_only:
+        yield (
+            f"agent_grpo.n=1 leaves algorithm.adv_estimator={estimator} nothing to compare, so every advantage would "
+            "be 0; set agent_grpo.n to 2 or more (8 is usual), or algorithm.adv_estimator=reinforce_plus_plus"
+        )
+
+
+def _batches(config: Config) -> Iterator[str]:
+    actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
+    if batch % actor.ppo_mini_batch_size:
+        divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+        near = min(divisors, key=lambda d: abs(d - actor.ppo_mini_batch_size))
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} does not divide "
+            f"data.train_batch_size={batch}, so the last step would be smaller; take {near}"
+        )
+    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
+        yield (
+            "actor_rollout_ref.actor.use_dynamic_bsz=false needs a micro-batch size; set "
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, or use_dynamic_bsz=true"
+        )
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    data, rollout, obs = config.data, config.actor_rollout_ref.rollout, config.search.max_obs_length
+    longest = data.max_prompt_length + data.max_response_length
+    if longest > rollout.max_model_len:
+        yield (
+            f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} "
+            f"= {longest} tokens don't fit actor_rollout_ref.rollout.max_model_len={rollout.max_model_len}; raise "
+            f"max_model_len to {longest}, or lower max_response_length"
+        )
+    if rollout.max_turn_tokens > data.max_response_length:
+        yield (
+            f"actor_rollout_ref.rollout.max_turn_tokens={rollout.max_turn_tokens} is more than the whole response "
+            f"may have, data.max_response_length={data.max_response_length}; lower max_turn_tokens"
+        )
+    room = data.max_response_length - rollout.max_turn_tokens
+    if obs > room:
+        yield (
+            f"search.max_obs_length={obs} leaves no room for an answer of max_turn_tokens={rollout.max_turn_tokens} "
+            f"in data.max_response_length={data.max_response_length}; lower max_obs_length to {max(room, 1)} or less, "
+            "or raise max_response_length"
+        )
+
+
+def _turns(config: Config) -> Iterator[str]:
+    reward = config.reward_model
+    if reward.use_early_stop_penalty and not config.curriculum.enable and reward.min_turns > config.max_turns:
+        yield (
+            f"reward_model.min_turns={reward.min_turns} is more than max_turns={config.max_turns}, so every answer "
+            "would be penalised; lower min_turns or raise max_turns"
+        )
+    if not config.tools:
+        yield "tools is empty, so the policy could call nothing; set tools=[web_search]"
+
+
+def _curriculum(config: Config) -> Iterator[str]:
+    curriculum = config.curriculum
+    if not curriculum.enable:
+        return
+    stages, gates = curriculum.stages, len(curriculum.stages) - 1
+    if not stages or list(stages) != sorted(set(stages)):
+        yield f"curriculum.stages={list(stages)} must rise, such as [1,3,6]"
+    if curriculum.steps:
+        if len(curriculum.steps) != gates or list(curriculum.steps) != sorted(set(curriculum.steps)):
+            yield (
+                f"curriculum.steps={list(curriculum.steps)} must be {gates} rising steps for "
+                f"{len(stages)} stages; stage i+1 starts at steps[i]"
+            )
+    elif len(curriculum.thresholds) != gates:
+        yield (
+            f"curriculum.thresholds={list(curriculum.thresholds)} has {len(curriculum.thresholds)} values, but "
+            f"{len(stages)} stages have {gates} promotions; give {gates}"
+        )
+    if curriculum.min_turns and len(curriculum.min_turns) != len(stages):
+        yield (
+            f"curriculum.min_turns={list(curriculum.min_turns)} has {len(curriculum.min_turns)} values; give one for "
+            f"each of the {len(stages)} stages, or [] for reward_model.min_turns"
+        )
+    needed = curriculum.min_turns or (config.reward_model.min_turns,) * len(stages)
+    for stage, least in zip(stages, needed, strict=True):
+        if config.reward_model.use_early_stop_penalty and least > stage:
+            yield (
+                f"a curriculum stage of {stage} tool turns can't have min_turns={least}: every answer would be "
+                "penalised; lower curriculum.min_turns (or reward_model.min_turns)"
+            )
+
+
+def _trainer(config: Config) -> Iterator[str]:
+    trainer, model = config.trainer, config.actor_rollout_ref.model
+    for key in ("project_name", "experiment_name"):
+        name = getattr(trainer, key)
+        if not name or name in (".", "..") or any(sep in name for sep in "/\\\0"):
+            yield f"trainer.{key}={name!r} names a folder, so it can't be empty or hold a slash; rename it"
+    if not trainer.logger:
+        yield "trainer.logger is empty, so nothing would be recorded; set trainer.logger=[console,jsonl]"
+    if model.use_lora and not model.target_modules:
+        yield (
+            "actor_rollout_ref.model.target_modules is empty, so LoRA would train nothing; set "
+            "[q_proj,k_proj,v_proj,o_proj], or use_lora=false for full fine-tuning"
+        )
+    if model.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        yield (
+            "actor_rollout_ref.model.attn_implementation=flash_attention_2 needs flash-attn, which isn't installed; "
+            "pip install flash-attn, or attn_implementation=sdpa"
+        )
+
+
+def _odd(config: Config) -> Iterator[str]:
+    reward, algorithm, actor = config.reward_model, config.algorithm, config.actor_rollout_ref.actor
+    if reward.use_pbrs and reward.pbrs.gamma != algorithm.gamma:
+        yield (
+            f"reward_model.pbrs.gamma={reward.pbrs.gamma} differs from algorithm.gamma={algorithm.gamma}, so shaping "
+            "may move the optimum (Ng et al. 1999 need the same); set both alike"
+        )
+    elif reward.use_pbrs and reward.pbrs.gamma == 1.0 and reward.pbrs.terminal == "zero":
+        if algorithm.adv_estimator in EPISODE_ESTIMATORS:
+            yield (
+                f"reward_model.use_pbrs=true has no effect with algorithm.adv_estimator={algorithm.adv_estimator}: "
+                "closed shaping sums to the same in a whole group; algorithm.adv_estimator=grpo_turn sees it"
+            )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+        yield (
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is less than the "
+            f"longest episode, {longest} tokens; such an episode makes a micro-batch of its own and needs its memory"
+        )
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield "actor_rollout_ref.actor.kl_loss_coef=0: the KL is computed but not used; use_kl_loss=false saves its pass"
+    if config.data.train_files and not config.data.val_files and not config.trainer.val_only:
+        yield "data.val_files is empty, so nothing is validated"
