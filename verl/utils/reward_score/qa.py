@@ -5,7 +5,7 @@ All lowercase first, and the best alias counts:
 - ``deepresearcher`` (Zheng et al. 2025, the training reward here): every ASCII punctuation character becomes a space,
   spaces are folded, articles stay. EM on the string, F1 on token *sets*.
 - ``squad`` (Rajpurkar et al. 2016; HotpotQA and Search-R1 report this): punctuation is deleted, a/an/the are dropped,
-  spaces are folded. EM on the string, F1 on token *counts*, 0 where one side is yes, no or noanswer and the other isn't.
+  spaces are folded. EM on the string, F1 on token *counts*, 0 where one side is yes, no or noanswer, the other not.
 - ``cover`` (EM only; ZeroSearch's "EM", R1-Searcher's "cover-EM"): the gold, normalised as in ``squad``, is a substring
   of the prediction.
 
@@ -23,7 +23,7 @@ from functools import lru_cache
 ANSWER_SPLIT = "<|answer_split|>"
 DEFINITIONS = ("deepresearcher", "squad", "cover")
 
-_TO_SPACE = str.maketrans(string.punctuation, " " * len(string.punctuation))
+_TO_SPACE = bytes.maketrans(string.punctuation.encode(), b" " * len(string.punctuation))
 _DELETED = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
@@ -50,6 +50,15 @@ def normalise(text: str, definition: str = "deepresearcher") -> str:
     return _form(text, definition).text
 
 
+def tokenise(text: str) -> list[str]:
+    """The tokens of ``text`` under the ``deepresearcher`` definition, in order; none if normalising erases it.
+
+    Made for long texts: ``str.translate`` is slow as soon as one letter is not ASCII, while in UTF-8 an ASCII
+    punctuation byte is never part of another character.
+    """
+    return text.lower().encode("utf-8", "surrogatepass").translate(_TO_SPACE).decode("utf-8", "surrogatepass").split()
+
+
 def exact_match(
     prediction: str | None,
     golds: str | Iterable[str],
@@ -65,12 +74,7 @@ def exact_match(
         return 0.0
     said = _form(prediction, definition)
     if definition == "cover":
-        return float(
-            any(
-                said.text == gold.text if gold.erased else gold.text in said.text
-                for gold in forms
-            )
-        )
+        return float(any(said.text == gold.text if gold.erased else gold.text in said.text for gold in forms))
     return float(any(said.text == gold.text for gold in forms))
 
 
@@ -84,9 +88,7 @@ def f1(
     Raises ValueError for an unknown definition, and for ``cover``, which has none.
     """
     if definition == "cover":
-        raise ValueError(
-            "definition='cover' has no F1, it is an exact match only; use 'deepresearcher' or 'squad'"
-        )
+        raise ValueError("definition='cover' has no F1, it is an exact match only; use 'deepresearcher' or 'squad'")
     forms = gold_forms(golds, definition)
     if not prediction or not prediction.strip():
         return 0.0
@@ -96,9 +98,7 @@ def f1(
     return max((_count_f1(said, gold) for gold in forms), default=0.0)
 
 
-def gold_forms(
-    golds: str | Iterable[str], definition: str = "deepresearcher"
-) -> tuple[_Form, ...]:
+def gold_forms(golds: str | Iterable[str], definition: str = "deepresearcher") -> tuple[_Form, ...]:
     """The normalised aliases. Cached, since a group of episodes asks for the same ones again and again."""
     _check(definition)
     return _cached_forms(
@@ -109,9 +109,7 @@ def gold_forms(
 
 def _check(definition: str) -> None:
     if definition not in DEFINITIONS:
-        raise ValueError(
-            f"definition={definition!r} is not known; choose one of {', '.join(DEFINITIONS)}"
-        )
+        raise ValueError(f"definition={definition!r} is not known; choose one of {', '.join(DEFINITIONS)}")
 
 
 @lru_cache(maxsize=8192)
@@ -120,15 +118,13 @@ def _cached_forms(golds: tuple[str, ...], definition: str) -> tuple[_Form, ...]:
 
 
 def _form(text: str, definition: str) -> _Form:
-    lowered = text.lower()
     if definition == "deepresearcher":
-        bare = lowered.translate(_TO_SPACE)
+        words = tokenise(text)
     else:
-        bare = _ARTICLES.sub(" ", lowered.translate(_DELETED))
-    words = bare.split()
+        words = _ARTICLES.sub(" ", text.lower().translate(_DELETED)).split()
     erased = not words
     if erased:
-        words = lowered.split()
+        words = text.lower().split()
     return _Form(" ".join(words), erased, frozenset(words), Counter(words))
 
 
@@ -137,9 +133,7 @@ def _set_f1(said: frozenset[str], gold: frozenset[str]) -> float:
 
 
 def _count_f1(said: _Form, gold: _Form) -> float:
-    if said.text != gold.text and not _CLOSED_ANSWERS.isdisjoint(
-        (said.text, gold.text)
-    ):
+    if said.text != gold.text and not _CLOSED_ANSWERS.isdisjoint((said.text, gold.text)):
         return 0.0
     common = sum((said.counts & gold.counts).values())
     return 2 * common / (said.counts.total() + gold.counts.total())

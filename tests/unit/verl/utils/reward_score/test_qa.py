@@ -30,9 +30,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("prediction", "gold", "squad_em", "squad_f1", "deep_em", "deep_f1"), TABLE
-)
+@pytest.mark.parametrize(("prediction", "gold", "squad_em", "squad_f1", "deep_em", "deep_f1"), TABLE)
 def test_definitions(prediction, gold, squad_em, squad_f1, deep_em, deep_f1):
     assert exact_match(prediction, [gold], "squad") == squad_em
     assert f1(prediction, [gold], "squad") == pytest.approx(squad_f1)
@@ -44,9 +42,7 @@ def test_cover_is_a_substring_of_the_normalised_prediction():
     assert exact_match("It was The Beatles, in 1963.", ["Beatles"], "cover") == 1
     assert exact_match("Beatle", ["Beatles"], "cover") == 0
     assert exact_match("a U.S.A. band", ["USA"], "cover") == 1
-    assert (
-        exact_match("anything at all", ["The"], "cover") == 0
-    )  # a gold of articles alone is not in everything
+    assert exact_match("anything at all", ["The"], "cover") == 0  # a gold of articles alone is not in everything
     assert exact_match("the", ["The"], "cover") == 1
     with pytest.raises(ValueError, match="has no F1"):
         f1("a", ["a"], "cover")
@@ -58,9 +54,7 @@ def test_best_alias_counts_and_aliases_may_come_joined():
     assert exact_match("türkiye", joined) == 1
     assert f1("turkey republic", joined) == pytest.approx(0.8)
     assert f1("turkey republic", split_golds(joined)) == f1("turkey republic", joined)
-    assert (
-        exact_match(f"Turkey{ANSWER_SPLIT}Peru", ["Turkey"]) == 0
-    )  # a prediction is never split
+    assert exact_match(f"Turkey{ANSWER_SPLIT}Peru", ["Turkey"]) == 0  # a prediction is never split
 
 
 @pytest.mark.parametrize("definition", ["deepresearcher", "squad", "cover"])
@@ -113,9 +107,7 @@ def test_many_long_aliases_are_normalised_once():
     assert time.perf_counter() - started < 1.0
 
 
-@pytest.mark.skipif(
-    not SHARED.is_file(), reason="the real golds are not beside this checkout"
-)
+@pytest.mark.skipif(not SHARED.is_file(), reason="the real golds are not beside this checkout")
 def test_every_real_gold_matches_itself():
     parquet = pytest.importorskip("pyarrow.parquet")
     rewards = parquet.read_table(SHARED, columns=["reward_model"]).column(0).to_pylist()
