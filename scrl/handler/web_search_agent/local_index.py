@@ -83,19 +83,23 @@ def _write(index: tantivy.Index, rows: Iterable[Row], heap_size: int) -> int:
     """
     writer = index.writer(heap_size=heap_size, num_threads=1)
     count = 0
-    for row in rows:
-        title, url, text = _writable(row["title"]), _writable(row["url"]), _writable(row["text"])
-        document = tantivy.Document()
-        document.add_text("body", _indexable("\n".join([title] * TITLE_WEIGHT + [text])))
-        document.add_text("title_key", _title_key(title))
-        document.add_unsigned("ordinal", count)
-        document.add_bytes("row", json.dumps([title, url, text], ensure_ascii=False).encode())
+    try:
+        for row in rows:
+            title, url, text = _writable(row["title"]), _writable(row["url"]), _writable(row["text"])
+            document = tantivy.Document()
+            document.add_text("body", _indexable("\n".join([title] * TITLE_WEIGHT + [text])))
+            document.add_text("title_key", _title_key(title))
+            document.add_unsigned("ordinal", count)
+            document.add_bytes("row", json.dumps([title, url, text], ensure_ascii=False).encode())
+            with _write_errors():
+                writer.add_document(document)
+            count += 1
         with _write_errors():
-            writer.add_document(document)
-        count += 1
-    with _write_errors():
-        writer.commit()
-        writer.wait_merging_threads()
+            writer.commit()
+    finally:
+        # Also after an error in ``rows``: the writer's threads must have ended before the folder is removed.
+        with _write_errors():
+            writer.wait_merging_threads()
     return count
 
 
