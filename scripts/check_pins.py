@@ -1,4 +1,4 @@
-"""Does this interpreter have every pin of the given requirement files? Silent and 0 when it does; else says what is missing.
+"""Does this interpreter have every pin of the given requirement files? Says nothing when it does, else what is missing.
 
 Reads metadata only and imports nothing that has to be installed, so it takes a tenth of a second in any environment.
 """
@@ -27,7 +27,7 @@ def read_pins(text: str) -> dict[str, str]:
 
 
 def unmet(pins: dict[str, str]) -> list[str]:
-    """The pins that this interpreter lacks, each with what it has. A local build tag (`2.13.0+cpu`) satisfies `2.13.0`."""
+    """The pins that this interpreter lacks, each with what it has; a local build tag (`2.13.0+cpu`) is no difference."""
     problems = []
     for name, wanted in pins.items():
         try:

@@ -86,9 +86,10 @@ find_python() {
 # ---- one set-up at a time --------------------------------------------------------------------------------------------
 
 lock() { # an flock on descriptor 9, taken through Python since not every system has flock(1); it ends with this process
-    mkdir -p -- "$venv" 2>/dev/null && { : >>"$venv/.lock"; } 2>/dev/null ||
+    if ! mkdir -p -- "$venv" 2>/dev/null || ! { : >>"$venv/.lock"; } 2>/dev/null; then
         die "cannot write to $venv (read-only folder, another owner, or no space)." \
             "Make the folder writable, or clone the repository to a place that is yours."
+    fi
     exec 9>>"$venv/.lock"
     if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
         say "another set-up of this folder is running; waiting for it"
