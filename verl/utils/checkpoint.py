@@ -37,7 +37,7 @@ class CheckpointManager:
         self._clean()
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Call ``write`` with an empty folder, make what it wrote durable, and put it in place as ``global_step_{step}``.
+        """Call ``write`` with an empty folder, make it durable, and put it in place as ``global_step_{step}``.
 
         Raises CheckpointError when the disk is full; another exception of ``write`` passes through. In either case
         nothing of this step stays, and the checkpoint before is intact and still the latest.
@@ -66,7 +66,7 @@ class CheckpointManager:
     def find(self, resume_mode: str = "auto") -> Path | None:
         """The checkpoint to resume from: ``auto`` the latest, ``disable`` none, else a ``global_step_N`` folder's path.
 
-        Raises CheckpointError for a path that is no checkpoint.
+        Raises ValueError for a path that is no checkpoint.
         """
         if resume_mode == "disable":
             return None
@@ -75,14 +75,14 @@ class CheckpointManager:
             return None if step is None else self.directory / f"global_step_{step}"
         path = Path(resume_mode).expanduser()
         if not path.is_dir():
-            raise CheckpointError(
+            raise ValueError(
                 f"trainer.resume_mode={resume_mode}: there is no such folder; give auto, disable, or a global_step_N "
                 f"folder such as {self.directory / 'global_step_20'}"
             )
         if not STEP_DIR.fullmatch(path.resolve().name):
             held = sorted(p.name for p in path.glob("**/global_step_*") if p.is_dir())
             hint = f"it holds {', '.join(held)}; give one of them" if held else "give a global_step_N folder"
-            raise CheckpointError(f"trainer.resume_mode={resume_mode} is not a checkpoint; {hint}")
+            raise ValueError(f"trainer.resume_mode={resume_mode} is not a checkpoint; {hint}")
         return path
 
     @staticmethod

@@ -5,6 +5,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class RLHFDataset:
             key=row.key,
         )
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Changes with any question, gold or their order: a resumed run must see the same data."""
         digest = hashlib.sha256()
@@ -213,19 +214,13 @@ def _read_rows(path: Path) -> list[_Row]:
                 f"dataset needs {', '.join(COLUMNS)}"
             )
         wanted = [name for name in (*COLUMNS, "extra_info") if name in schema.names]
-        columns = {name: pq.read_table(path, columns=[name])[name].to_pylist() for name in wanted}
+        columns = pq.read_table(path, columns=wanted).to_pydict()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} can't be read as parquet: {str(error).splitlines()[0]}") from error
     rows, bad = [], []
-    count = len(columns["prompt"])
-    for i, (source, prompt, reward, extra) in enumerate(
-        zip(
-            columns["data_source"],
-            columns["prompt"],
-            columns["reward_model"],
-            columns.get("extra_info", [None] * count),
-        )
-    ):
+    extras = columns.get("extra_info") or [None] * len(columns["prompt"])
+    filled = zip(*(columns[name] for name in COLUMNS), extras, strict=True)
+    for i, (source, prompt, reward, extra) in enumerate(filled):
         key = str(extra["index"]) if isinstance(extra, dict) and extra.get("index") is not None else ""
         place = f"{path.name}, row {i}" + (f" ({key})" if key else "")
         question, golds = _question_of(prompt), _golds_of(reward)

@@ -48,9 +48,8 @@ def unknown_key(key: str) -> ValueError:
     if near := nearest_key(key):
         hint = f"did you mean {near}?"
     elif section in _sections():
-        hint = (
-            f"{section} has {', '.join(k.rpartition('.')[2] for k in known_keys() if k.rpartition('.')[0] == section)}"
-        )
+        names = [known.rpartition(".") for known in known_keys()]
+        hint = f"{section} has {', '.join(leaf for parent, _, leaf in names if parent == section)}"
     else:
         hint = "python -m verl.trainer.main_ppo --help lists them all"
     return ValueError(f"unknown key {key}; {hint}")
@@ -75,17 +74,13 @@ def from_dict(data: dict[str, Any], cls: type[T] = Config, prefix: str = "") -> 
     return cls(**{name: _convert(value, hints[name], f"{prefix}{name}") for name, value in data.items()})
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: Any) -> Any:
     """Nested plain dictionary with lists for tuples: what YAML and the trackers take."""
-    return {
-        f.name: to_dict(value)
-        if dataclasses.is_dataclass(value)
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-        for f in dataclasses.fields(config)
-        for value in [getattr(config, f.name)]
-    }
+    if isinstance(config, tuple):
+        return list(config)
+    if not dataclasses.is_dataclass(config):
+        return config
+    return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def config_to_yaml(config: Config) -> str:

@@ -66,7 +66,7 @@ RETIRED: dict[str, str] = {
     "actor_rollout_ref.model.lora.dropout": "adapters train without dropout, so that log-probs are exact",
     "actor_rollout_ref.model.external_lib": "actor_rollout_ref.model.path names any transformers model",
     "actor_rollout_ref.model.override_config*": "actor_rollout_ref.model.path names any transformers model",
-    "actor_rollout_ref.model.enable_activation_offload": "actor_rollout_ref.model.enable_gradient_checkpointing saves it",
+    "actor_rollout_ref.model.enable_activation_offload": "actor_rollout_ref.model.enable_gradient_checkpointing does",
     "actor_rollout_ref.rollout.dtype": "actor_rollout_ref.model.dtype sets precision",
     "actor_rollout_ref.rollout.mode": "every episode is its own coroutine",
     **dict.fromkeys(

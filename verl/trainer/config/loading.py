@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 def load_config(overrides: list[str] | None = None) -> Config:
     """The configuration for a command line of ``key=value`` overrides.
 
-    Order: ``ppo_trainer.yaml``, then the profile (``profile=cpu_demo``), then the overrides, wherever the profile stands
-    among them. Paths come back absolute. What works but is odd (a retired key, a shaping that cancels) is one warning
+    Order: ``ppo_trainer.yaml``, then the profile (``profile=cpu_demo``), then the overrides, wherever the profile
+    stands among them. Paths come back absolute. What works but is odd (a retired key, a shaping that cancels) is one warning
     each, on this module's logger.
 
     Raises ValueError, one sentence, for an unknown key, a value that doesn't fit, or an impossible combination.
@@ -39,7 +39,7 @@ def profiles() -> list[str]:
 
 
 def _translate(overrides: list[str]) -> list[str]:
-    """The overrides in our own names: aliases and family values replaced, retired ones dropped, unknown ones refused."""
+    """The overrides in our own names: aliases and values replaced, retired ones dropped, unknown ones refused."""
     given: dict[str, str] = {}
     aliased: dict[str, str] = {}
     for text in overrides:

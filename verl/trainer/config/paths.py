@@ -24,7 +24,7 @@ def locate(path: str) -> str:
 
 
 def run_dir(config: Config) -> Path:
-    """Where the run writes: ``trainer.default_local_dir``, else ``outputs/{project}/{experiment}`` in the repository."""
+    """Where it writes: ``trainer.default_local_dir``, else ``outputs/{project}/{experiment}`` in the repository."""
     trainer = config.trainer
     if trainer.default_local_dir:
         return Path(trainer.default_local_dir).expanduser().absolute()

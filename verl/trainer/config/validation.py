@@ -187,6 +187,6 @@ def _odd(config: Config) -> Iterator[str]:
             f"longest episode, {longest} tokens; such an episode makes a micro-batch of its own and needs its memory"
         )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield "actor_rollout_ref.actor.kl_loss_coef=0: the KL is computed but not used; use_kl_loss=false saves its pass"
+        yield "actor_rollout_ref.actor.kl_loss_coef=0: the KL is computed, not used; use_kl_loss=false saves its pass"
     if config.data.train_files and not config.data.val_files and not config.trainer.val_only:
         yield "data.val_files is empty, so nothing is validated"
