@@ -1,0 +1,356 @@
+"""One rank's share of the policy: log-probs of its episodes, and optimizer steps on them in step with all ranks."""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from verl.protocol import DataProto
+
+from verl.trainer.config.schema import ActorConfig, StabilityConfig
+from verl.trainer.ppo.core_algos import (
+    Denominators,
+    aggregate_loss,
+    count_denominators,
+    kl_penalty,
+    policy_loss,
+)
+from verl.utils.fsdp_utils import (
+    full_tensor,
+    gather_full_state,
+    like,
+    reduce_numbers,
+    trainable_parameters,
+    world_size,
+)
+from verl.utils.seqlen_balancing import micro_batches_by_count, micro_batches_by_tokens
+from verl.utils.torch_functional import ValueGuard, log_probs_from_hidden
+from verl.workers.actor.packing import ForwardBatch, forward_batch, needed_tokens
+
+
+class PolicyModel(nn.Module):
+    """A causal language model whose forward gives log-probs instead of logits.
+
+    It is the root that FSDP wraps: the output embedding is used inside its forward, where it is whole.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        temperature: float,
+        guard: ValueGuard,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(log_probs, entropies)``, each (N,) float32, of ``batch.targets`` at the sampling temperature."""
+        causal_lm = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        packing = {}
+        if batch.boundaries is not None:
+            packing = {
+                "cu_seq_lens_q": batch.boundaries,
+                "cu_seq_lens_k": batch.boundaries,
+                "max_length_q": batch.longest,
+                "max_length_k": batch.longest,
+            }
+        output = causal_lm.get_decoder()(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            **packing,
+        )
+        hidden = output.last_hidden_state.flatten(0, 1)[batch.select]
+        head = causal_lm.get_output_embeddings().weight
+        return log_probs_from_hidden(hidden, head, batch.targets, temperature, guard, with_entropy)
+
+
+class DataParallelPPOActor:
+    """Computes log-probs and, with an optimizer, updates the policy. Every rank calls each method at the same time.
+
+    The gradient of an optimizer step is that of one loss over all its episodes: denominators are counted over all
+    ranks before the first forward, so neither micro-batches nor the number of ranks change it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ActorConfig,
+        stability: StabilityConfig,
+        *,
+        episodes_per_step: int,
+        max_response_length: int,
+        packed: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """
+        Args:
+            model: a ``PolicyModel``, sharded by FSDP or (without a process group) plain.
+            episodes_per_step: of one optimizer step over all ranks, ``ppo_mini_batch_size x agent_grpo.n``.
+            max_response_length: tokens; the Lmax of ``seq-mean-token-sum-norm``.
+            packed: no padding (``use_remove_padding``).
+            optimizer: None for a frozen reference.
+        """
+        self.model, self.config, self.stability = model, config, stability
+        self.episodes_per_step, self.max_response_length, self.packed = (
+            episodes_per_step,
+            max_response_length,
+            packed,
+        )
+        self.optimizer = optimizer
+        self.steps = 0  # optimizer steps asked for, skipped ones too: what the warm-up counts
+        self.skipped_in_a_row = 0
+        self.logits_guard = ValueGuard(stability.nan_to_num, stability.clamp_logits)
+        self.advantage_guard = ValueGuard(stability.nan_to_num, stability.clamp_advantages)
+
+    # ------------------------------------------------------------------------------------------------ log-probs
+    @torch.no_grad()
+    def compute_log_prob(self, data: DataProto, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of the sampled tokens, at ``meta_info["temperature"]``.
+
+        Args:
+            data: input_ids (B, L), attention_mask (B, L), response_mask (B, R).
+
+        Returns:
+            ``(log_probs, entropies)``, each (B, R) float32 in nats, 0 where ``response_mask`` is 0.
+        """
+        batch = data.batch
+        mask = batch["response_mask"]
+        needed = needed_tokens(batch["attention_mask"], mask)
+        log_probs = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        entropies = torch.zeros_like(log_probs)
+        self.model.eval()
+        for rows in self._micro_batches(needed, range(len(mask))):
+            part = self._forward(
+                batch["input_ids"],
+                needed,
+                mask,
+                rows,
+                data.meta_info["temperature"],
+                with_entropy,
+            )
+            log_probs[rows], entropies[rows] = part
+        return log_probs, entropies
+
+    def _micro_batches(self, needed: torch.Tensor, rows: range) -> list[list[int]]:
+        """The same number of row lists on every rank, at least one, some of them empty."""
+        lengths = needed[rows.start : rows.stop].sum(dim=1).tolist()
+        by_tokens = self.config.use_dynamic_bsz or self.config.ppo_micro_batch_size_per_gpu is None
+        split = micro_batches_by_tokens if by_tokens else micro_batches_by_count
+        limit = self.config.ppo_max_token_len_per_gpu if by_tokens else self.config.ppo_micro_batch_size_per_gpu
+        own = split(lengths, limit)
+        (most,) = reduce_numbers([max(1, len(own))], "max")
+        return [[rows.start + i for i in part] for part in own] + [[] for _ in range(int(most) - len(own))]
+
+    def _forward(self, input_ids, needed, mask, rows, temperature, with_entropy) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(log_probs, entropies)`` of the episodes ``rows``, each (b, R) float32, 0 where nothing was sampled.
+
+        Without rows both are (0, R) and still hang on the model, so that a backward reaches all of it.
+        """
+        batch = forward_batch(input_ids, needed, mask, rows, self.packed)
+        flat = self.model(batch, temperature, self.logits_guard, with_entropy)
+        zeros = torch.zeros(len(rows), mask.shape[1], dtype=torch.float32, device=mask.device)
+        return tuple(zeros.index_put(batch.index, values[: len(batch.index[0])]) for values in flat)
+
+    # --------------------------------------------------------------------------------------------------- update
+    def update_policy(self, data: DataProto) -> dict[str, float]:
+        """One pass (``ppo_epochs`` passes) of optimizer steps over this rank's episodes.
+
+        Args:
+            data: input_ids, attention_mask (B, L); response_mask, old_log_probs, advantages (B, R); ref_log_prob
+                where ``use_kl_loss``; optionally entropys, for ``actor/entropy`` where the loss has no entropy term.
+                meta_info: temperature, and entropy_coeff where it is scheduled.
+
+        Returns:
+            The same metrics on every rank: means over the optimizer steps, ``stability/*`` counted in all.
+
+        Raises:
+            FloatingPointError: ``max_skipped_steps`` steps in a row had a gradient that is not finite.
+        """
+        assert self.optimizer is not None, "a frozen reference has nothing to update"
+        share = max(1, math.ceil(self.episodes_per_step / world_size()))
+        (most,) = reduce_numbers([math.ceil(len(data) / share)], "max")
+        batch = dict(data.batch.items())
+        batch["advantages"], _ = self.advantage_guard(batch["advantages"].float())
+        batch["needed"] = needed_tokens(batch["attention_mask"], batch["response_mask"])
+        coefficient = data.meta_info.get("entropy_coeff", self.config.entropy_coeff)
+        sums: dict[str, float] = defaultdict(float)
+        norms: list[float] = []
+        self.model.train()
+        for start in [step * share for _ in range(self.config.ppo_epochs) for step in range(int(most))]:
+            rows = range(min(start, len(data)), min(start + share, len(data)))
+            norms.append(self._step(batch, rows, data.meta_info["temperature"], coefficient, sums))
+        return self._metrics(sums, norms, coefficient)
+
+    def _step(
+        self,
+        batch: dict,
+        rows: range,
+        temperature: float,
+        entropy_coeff: float,
+        sums: dict,
+    ) -> float:
+        """One optimizer step on the episodes ``rows`` of this rank (and its like on the others): the gradient norm."""
+        counts = count_denominators(batch["response_mask"][rows.start : rows.stop], self.max_response_length)
+        tokens, sequences = reduce_numbers([counts.tokens, counts.sequences])
+        denominators = Denominators(tokens, sequences, counts.max_length)
+        micro_batches = self._micro_batches(batch["needed"], rows)
+        self.optimizer.zero_grad(set_to_none=True)
+        for number, part in enumerate(micro_batches):
+            if isinstance(self.model, FSDPModule):  # gradients add up here and travel once
+                self.model.set_requires_gradient_sync(number == len(micro_batches) - 1)
+            loss = self._loss(batch, part, temperature, entropy_coeff, denominators, sums)
+            (loss * world_size()).backward()  # FSDP averages over ranks what is a sum
+        return self._apply_gradient(batch, rows, sums)
+
+    def _loss(self, batch, rows, temperature, entropy_coeff, denominators, sums) -> torch.Tensor:
+        """This micro-batch's part of the step's loss, a scalar; its metrics are added to ``sums``."""
+        config, mode = self.config, self.config.loss_agg_mode
+        mask = batch["response_mask"][rows]
+        log_prob, entropy = self._forward(
+            batch["input_ids"],
+            batch["needed"],
+            batch["response_mask"],
+            rows,
+            temperature,
+            entropy_coeff != 0,
+        )
+        loss, metrics = policy_loss(
+            batch["old_log_probs"][rows],
+            log_prob,
+            batch["advantages"][rows],
+            mask,
+            clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
+            clip_high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
+            clip_dual=config.clip_ratio_c,
+            loss_agg_mode=mode,
+            denominators=denominators,
+        )
+        if config.use_kl_loss:
+            kl = kl_penalty(log_prob, batch["ref_log_prob"][rows], config.kl_loss_type)
+            kl_loss = aggregate_loss(kl, mask, mode, denominators)
+            loss = loss + config.kl_loss_coef * kl_loss
+            metrics["actor/kl_loss"] = kl_loss.item()
+        if entropy_coeff:
+            loss = loss - entropy_coeff * aggregate_loss(entropy, mask, mode, denominators)
+            metrics["actor/entropy"] = aggregate_loss(entropy.detach(), mask, "token-mean", denominators).item()
+        elif "entropys" in batch:
+            metrics["actor/entropy"] = aggregate_loss(batch["entropys"][rows], mask, "token-mean", denominators).item()
+        for name, value in metrics.items():
+            sums[name] += value
+        return loss
+
+    def _apply_gradient(self, batch: dict, rows: range, sums: dict) -> float:
+        """Clip and step, or skip: the norm is one number for all ranks, so all decide alike."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = float(full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters])))
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        if not math.isfinite(norm) and self.stability.skip_nonfinite_grad:
+            self._skip(batch, rows)
+            sums["stability/skipped_steps"] += 1 / world_size()  # summed over ranks later
+            return norm
+        if 0 < self.config.grad_clip < norm:
+            for parameter in parameters:
+                parameter.grad.mul_(self.config.grad_clip / norm)
+        self.optimizer.step()
+        self.skipped_in_a_row = 0
+        return norm
+
+    def learning_rate(self) -> float:
+        """The rate of step ``self.steps`` (from 1): rises linearly over ``lr_warmup_steps``, then stays."""
+        optim = self.config.optim
+        return optim.lr * min(1.0, self.steps / optim.lr_warmup_steps) if optim.lr_warmup_steps else optim.lr
+
+    def _skip(self, batch: dict, rows: range) -> None:
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row < self.stability.max_skipped_steps:
+            return
+        names: list[Any] = [self._first_nonfinite(batch, rows)]
+        if dist.is_initialized():
+            names = [None] * world_size()
+            dist.all_gather_object(names, self._first_nonfinite(batch, rows))
+        _, name = min(
+            (found for found in names if found is not None),
+            default=(0, "the gradient's norm"),
+        )
+        raise FloatingPointError(
+            f"{self.skipped_in_a_row} optimizer steps in a row had a gradient that is not finite; the first tensor "
+            f"that is not finite is {name}. Resume from the last checkpoint with a lower learning rate, or raise "
+            "stability.max_skipped_steps"
+        )
+
+    def _first_nonfinite(self, batch: dict, rows: range) -> tuple[int, str] | None:
+        """The earliest tensor on the way from weights to gradients that holds NaN or Inf here, with its place."""
+
+        def broken(tensor: torch.Tensor) -> bool:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            return not bool(torch.isfinite(local).all())
+
+        mask = batch["response_mask"][rows.start : rows.stop] > 0
+        inputs = [key for key in ("advantages", "old_log_probs", "ref_log_prob") if key in batch]
+        checks = [("weight " + name, lambda p=p: broken(p)) for name, p in self.model.named_parameters()]
+        checks += [(key, lambda key=key: broken(batch[key][rows.start : rows.stop][mask])) for key in inputs]
+        checks += [("logits", lambda: self.logits_guard.nonfinite > 0)]
+        trained = trainable_parameters(self.model).items()
+        checks += [("gradient of " + name, lambda p=p: p.grad is not None and broken(p.grad)) for name, p in trained]
+        return next(
+            ((place, name) for place, (name, check) in enumerate(checks) if check()),
+            None,
+        )
+
+    def _metrics(self, sums: dict[str, float], norms: list[float], entropy_coeff: float) -> dict[str, float]:
+        guards = self.logits_guard.drain("stability/logits") | self.advantage_guard.drain("stability/advantages")
+        own = {"stability/skipped_steps": 0.0} | sums | guards
+        names = sorted(own)
+        metrics = dict(zip(names, reduce_numbers([own[name] for name in names]), strict=True))
+        for name in names:
+            if not name.startswith("stability/"):
+                metrics[name] /= max(len(norms), 1)
+        if finite := [norm for norm in norms if math.isfinite(norm)]:
+            metrics["actor/grad_norm"] = sum(finite) / len(finite)
+        metrics["actor/lr"] = self.learning_rate()
+        metrics["actor/entropy_coeff"] = entropy_coeff
+        return metrics
+
+    # ---------------------------------------------------------------------------------------------------- state
+    def gather_state(self) -> dict[str, Any]:
+        """Optimizer moments by parameter name, whole and on the CPU (on rank 0), and the step counters."""
+        moments = {
+            f"{name}/{key}": value
+            for name, parameter in trainable_parameters(self.model).items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        return {
+            "moments": gather_full_state(moments),
+            "steps": self.steps,
+            "skipped": self.skipped_in_a_row,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``gather_state`` gave, which every rank passes whole; at any number of ranks.
+
+        Raises:
+            ValueError: it belongs to another model.
+        """
+        trained = trainable_parameters(self.model)
+        moments: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for key, value in state["moments"].items():
+            name, _, moment = key.rpartition("/")
+            if name not in trained or (value.dim() and value.shape != trained[name].shape):
+                raise ValueError(
+                    f"the saved optimizer state of {name} fits no trained parameter of this model; "
+                    "resume with the model and lora_rank that wrote the checkpoint"
+                )
+            moments[name][moment] = like(trained[name], value) if value.dim() else value
+        for name, values in moments.items():
+            self.optimizer.state[trained[name]] = values
+        self.steps, self.skipped_in_a_row = state["steps"], state["skipped"]
