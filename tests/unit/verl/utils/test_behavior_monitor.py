@@ -1,0 +1,259 @@
+import json
+import logging
+import random
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from scrl.llm_agent.prompts import render_error, render_observation
+from scrl.types import Episode, ToolCall, Turn
+from verl.trainer.config.schema import MonitorConfig
+from verl.utils.behavior_monitor import (
+    BehaviorMonitor,
+    answer_avoided,
+    figures,
+    observation_gains,
+    query_diversity,
+    repeated_ngrams,
+    reward_spread,
+    tokens,
+)
+
+
+def search(*queries, text="", ok=True):
+    """A tool turn as the episode loop records it."""
+    hits = [[{"title": "", "text": text}] if text else [] for _ in queries]
+    return Turn(
+        kind="tool_call",
+        text=f"<think>x</think><tool_call>{list(queries)}</tool_call>",
+        tool_call=ToolCall("web_search", {"query": list(queries)}),
+        queries=list(queries),
+        observation=render_observation(list(queries), hits) if ok else render_error("no backend answered"),
+        search_ok=ok,
+    )
+
+
+def answer(text="Paris"):
+    return Turn(kind="answer", text=f"<think>x</think><answer>{text}</answer>", answer=text)
+
+
+def episode(*turns, finish="answer", uid="q", sample_index=0, question="Who directed Halo?"):
+    return Episode(
+        uid=uid,
+        sample_index=sample_index,
+        index=0,
+        question=question,
+        ground_truths=["Paris"],
+        data_source="demo",
+        prompt_ids=[],
+        turns=list(turns),
+        finish=finish,
+    )
+
+
+def info_gain(recorded):
+    return figures(recorded)["info_gain"]
+
+
+def void_turn_share(recorded):
+    return figures(recorded)["void_turn_share"]
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+def test_tokens_fold_case_and_width_and_split_chinese_by_character():
+    assert tokens("The U.S. in 1,234 — Ｈａｌｏ") == ["the", "u", "s", "in", "1", "234", "halo"]
+    assert tokens("北京 2008奥运") == ["北", "京", "2008", "奥", "运"]
+    assert tokens("snake_case") == tokens("snake_case é")[:2] == ["snake", "case"]
+    assert tokens("!?") == []
+
+
+@pytest.mark.parametrize(
+    ("queries", "expected"),
+    [
+        ([], None),
+        (["who directed Halo"], None),  # once counted as 1.0
+        (["Halo", "halo"], 0.0),  # once diverse for being short
+        (["a b c d", "d c b a"], 0.0),
+        (["a b", "c d"], 1.0),
+        (["a b c", "b c d"], 0.5),
+        (["a b", "a b", "c d"], 2 / 3),
+        (["!", "?"], 0.0),
+        (["!", "a"], 1.0),
+        (["北京 奥运", "北京 导演"], 1 - 2 / 6),
+    ],
+)
+def test_query_diversity(queries, expected):
+    assert query_diversity(queries) == (expected if expected is None else pytest.approx(expected))
+
+
+def test_gain_is_the_share_of_new_tokens_against_question_and_earlier_observations():
+    gains = observation_gains(
+        "Who directed Halo?", ["halo directed by Ann Lee", "Ann Lee Ann Lee born 1970", "Ann", ""]
+    )
+    assert gains == pytest.approx([3 / 5, 2 / 4, 0, 0])
+
+
+def test_info_gain_looks_at_results_not_at_json_or_the_policys_own_query():
+    assert info_gain(episode(answer())) is None
+    assert info_gain(episode(search("something new entirely"))) == 0  # no result: nothing learnt
+    assert info_gain(episode(search("x", ok=False))) == 0  # an error message is no information
+    assert info_gain(episode(search("x", text="halo by Ann Lee"), search("y", text="Ann Lee"))) == (3 / 4 + 0) / 2
+    foreign = search("x")
+    foreign.observation = "[[[ not our JSON"
+    assert info_gain(episode(foreign)) == 1.0
+
+
+def test_void_turns_are_those_that_lead_nowhere():
+    new, same, failed = search("x", text="Ann Lee"), search("y", text="ann lee"), search("z", ok=False)
+    bad = Turn(kind="malformed", text="<think>")
+    assert void_turn_share(episode(new, answer())) == 0
+    assert void_turn_share(episode(new, same, failed, bad, finish="malformed")) == 3 / 4
+    assert void_turn_share(episode(finish="length")) is None
+
+
+def test_answer_avoidance_is_neither_an_answer_nor_a_broken_format():
+    assert answer_avoided(episode(search("x"), answer())) == 0
+    assert answer_avoided(episode(search("x"), answer(" \n"))) == 1
+    assert answer_avoided(episode(search("x"), finish="max_turns")) == 1
+    assert answer_avoided(episode(search("x"), finish="length")) == 1
+    assert answer_avoided(episode(Turn(kind="malformed"), finish="malformed")) == 0
+
+
+def test_repeated_ngrams():
+    assert repeated_ngrams(episode(Turn(kind="malformed", text="a b c"))) is None
+    assert repeated_ngrams(episode(Turn(kind="malformed", text="a b c d e f"))) == 0
+    assert repeated_ngrams(episode(Turn(kind="malformed", text="la " * 23))) == pytest.approx(19 / 20)
+    twice = episode(Turn(kind="tool_call", think="a b c d e"), Turn(kind="malformed", text="a b c d x"))
+    assert repeated_ngrams(twice) == 1 / 4  # n-grams don't run across turns
+    call, same = search("who wrote the book", text="x"), search("who wrote the book", text="x")
+    assert repeated_ngrams(episode(call, same, answer())) == 1 / 2  # the query again, not the JSON around it
+
+
+def test_reward_spread_by_group():
+    spread = reward_spread(["a", "b", "a", "b", "b", "c"], [1.0, 0.7, 0.0, 0.7, 0.7, 5.0])
+    assert spread["reward_deviation"] == pytest.approx(statistics.stdev([1, 0]) / 2)
+    assert spread["zero_variance_share"] == 0.5
+    assert reward_spread(["a", "b"], [0.0, 1.0]) == {}
+
+
+# ------------------------------------------------------------------------------------------------------------- monitor
+def batch():
+    same = [search("halo", text="Ann"), search("Halo", text="Lee"), answer()]
+    wide = [search("halo director", "ann lee", text="Ann"), answer()]
+    return [
+        episode(*same, uid="a", sample_index=0),
+        episode(answer(), uid="a", sample_index=1),
+        episode(*wide, uid="b", sample_index=0),
+        episode(Turn(kind="malformed"), uid="b", sample_index=1, finish="malformed"),
+        episode(uid="b", sample_index=2, finish="error"),
+    ]
+
+
+def test_observe_gives_the_means_over_the_episodes_that_have_a_value(tmp_path):
+    monitor = BehaviorMonitor(MonitorConfig(min_diversity=0.15), tmp_path / "run" / "alerts.jsonl")
+    metrics = monitor.observe(1, batch(), [1.0, 0.0, 0.5, 0.5, 9.0])
+    assert metrics == pytest.approx(
+        {
+            "behavior/error_share": 1 / 5,
+            "behavior/search_depth": 3 / 4,
+            "behavior/query_diversity": 0.5,
+            "behavior/query_diversity_defined": 1 / 2,
+            "behavior/info_gain": 1.0,
+            "behavior/malformed_share": 1 / 4,
+            "behavior/void_turn_share": 1 / 4,
+            "behavior/answer_avoidance_share": 0.0,
+            "behavior/reward_deviation": statistics.stdev([1, 0]) / 2,
+            "behavior/zero_variance_share": 0.5,
+        }
+    )
+    assert monitor.alerts == []
+    assert monitor.halt_reason == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_alert_names_the_episodes_that_show_it_and_is_appended(tmp_path, caplog):
+    path = tmp_path / "run" / "behavior_alerts.jsonl"
+    monitor = BehaviorMonitor(MonitorConfig(min_diversity=0.6, min_depth=1.0, on_alert="log"), path)
+    with caplog.at_level(logging.WARNING):
+        monitor.observe(7, batch(), [0.0] * 5)
+    monitor.observe(8, batch(), [0.0] * 5)
+    assert monitor.halt_reason == ""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(row["step"], row["metric"]) for row in rows] == [
+        (7, "behavior/query_diversity"),
+        (7, "behavior/search_depth"),
+        (8, "behavior/query_diversity"),
+        (8, "behavior/search_depth"),
+    ]
+    assert rows[0]["value"] == 0.5
+    assert rows[0]["threshold"] == 0.6
+    assert rows[0]["episodes"] == [{"uid": "a", "sample_index": 0, "value": 0.0}]
+    shallow = [{"uid": "a", "sample_index": 1, "value": 0.0}, {"uid": "b", "sample_index": 1, "value": 0.0}]
+    assert rows[1]["episodes"] == shallow  # not the failed one
+    assert "step 7: query_diversity is 0.500, below 0.6 (1 of 4 episodes)" in caplog.text
+
+
+def test_halt_gives_a_reason_for_the_last_step_only():
+    monitor = BehaviorMonitor(MonitorConfig(min_diversity=None, min_depth=0.5, on_alert="halt"))
+    monitor.observe(1, [episode(answer())], [0.0])
+    assert monitor.halt_reason == "step 1: search_depth is 0.000, below 0.5 (1 of 1 episodes)"
+    monitor.observe(2, [episode(search("x"), answer())], [0.0])
+    assert monitor.halt_reason == ""
+
+
+def test_an_undefined_figure_raises_no_alert_and_disabling_stops_alerts():
+    monitor = BehaviorMonitor(MonitorConfig(min_diversity=0.9))
+    assert "behavior/query_diversity" not in monitor.observe(1, [episode(answer())], [0.0])
+    assert monitor.alerts == []
+    off = BehaviorMonitor(MonitorConfig(enable=False, min_depth=5.0))
+    assert off.observe(1, [episode(answer())], [0.0])["behavior/search_depth"] == 0
+    assert off.alerts == []
+
+
+def test_many_episodes_are_counted_and_the_worst_named():
+    monitor = BehaviorMonitor(MonitorConfig(min_diversity=None, min_depth=3.0))
+    episodes = [episode(*[search("x")] * (i % 3), answer(), uid=f"{i:03d}") for i in range(120)]
+    monitor.observe(1, episodes, [0.0] * 120)
+    (alert,) = monitor.alerts
+    assert (alert.n_episodes, len(alert.episodes)) == (120, 50)
+    assert [shown["value"] for shown in alert.episodes] == [0.0] * 40 + [1.0] * 10
+
+
+def test_only_failed_or_no_episodes():
+    monitor = BehaviorMonitor(MonitorConfig())
+    assert monitor.observe(1, [episode(finish="error")], [0.0]) == {"behavior/error_share": 1.0}
+    assert monitor.observe(2, [], []) == {}
+    with pytest.raises(ValueError, match="2 rewards for 1 episodes"):
+        monitor.observe(3, [episode()], [0.0, 1.0])
+
+
+def test_it_stays_cheap_on_long_observations():
+    rng = random.Random(0)
+    words = [f"word{i}" for i in range(5000)]
+    texts = [" ".join(rng.choices(words, k=1500)) for _ in range(16)]
+    episodes = [episode(*[search("a b", text=text) for text in texts[:4]], answer(), uid=str(i)) for i in range(64)]
+    start = time.process_time()
+    BehaviorMonitor(MonitorConfig()).observe(1, episodes, [0.0] * 64)
+    assert time.process_time() - start < 3.0
+
+
+def test_hostile_text_takes_linear_time():
+    start = time.process_time()
+    for text in ("_" * 200_000, "\u0301" * 200_000, "é_" * 100_000, "北" * 200_000):
+        tokens(text)
+    nested = search("x")
+    nested.observation = "[" * 100_000
+    info_gain(episode(nested))
+    assert time.process_time() - start < 5.0
+
+
+def test_imports_without_torch_or_ray():
+    code = (
+        "import sys, verl.utils.behavior_monitor, verl.trainer.ppo.curriculum_scheduler; "
+        "print(sorted({'torch', 'ray', 'vllm', 'hydra', 'omegaconf', 'fastapi'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
