@@ -51,8 +51,10 @@ class CheckpointManager:
             self._put_in_place(temporary, final)
             write_text(self.directory / LATEST, f"{step}\n")
         except BaseException as error:
+            # Asked before the half-written folder goes: torch.save hides the errno ("unexpected pos 576 vs 534").
+            full = isinstance(error, Exception) and (is_disk_full(error) or _free_bytes(self.directory) < 1 << 20)
             shutil.rmtree(temporary, ignore_errors=True)
-            if is_disk_full(error):
+            if full:
                 latest = self._latest_step()
                 kept = f"the one of step {latest} is intact" if latest is not None else "there is no earlier one"
                 raise CheckpointError(
@@ -206,6 +208,10 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # NumPy and torch scalars and arrays
         return value.tolist()
     raise TypeError(f"{type(value).__name__} in a checkpoint's driver state; only plain values are stored")
+
+
+def _free_bytes(path: Path) -> int:
+    return shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
 
 
 def _sync(path: Path) -> None:

@@ -20,8 +20,8 @@ def load_config(overrides: list[str] | None = None) -> Config:
     """The configuration for a command line of ``key=value`` overrides.
 
     Order: ``ppo_trainer.yaml``, then the profile (``profile=cpu_demo``), then the overrides, wherever the profile
-    stands among them. Paths come back absolute. What works but is odd (a retired key, a shaping that cancels) is one warning
-    each, on this module's logger.
+    stands among them. Paths come back absolute. What works but is odd (a retired key, a shaping that cancels) is one
+    warning each, on this module's logger.
 
     Raises ValueError, one sentence, for an unknown key, a value that doesn't fit, or an impossible combination.
     """
