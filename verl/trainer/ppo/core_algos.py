@@ -357,7 +357,7 @@ def _ppo(log_ratio: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, 
     bad advantage which became likely can't blow the loss up; low < high ("clip-higher"): DAPO (Yu et al. 2025).
     """
     ratio = log_ratio.exp()
-    free, held = (-advantages * ratio, -advantages * ratio.clamp(1 - clip.low, 1 + clip.high))
+    free, held = -advantages * ratio, -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
     loss, clipped = torch.maximum(free, held), held > free
     if clip.dual is None:
         return LossTerms(loss, clipped, torch.zeros_like(clipped))
@@ -431,7 +431,7 @@ def policy_loss(
 
     with torch.no_grad():
         tokens = max((denominators or count_denominators(mask)).tokens, 1.0)
-        held, dual, over = (terms.clipped & mask, terms.dual & mask, raw.abs() > MAX_LOG_RATIO)
+        held, dual, over = terms.clipped & mask, terms.dual & mask, raw.abs() > MAX_LOG_RATIO
         sums = torch.stack([loss.double(), held.sum() / tokens, dual.sum() / tokens, -raw.sum() / tokens, over.sum()])
     names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")
     metrics = {f"actor/{name}": value for name, value in zip(names, sums.tolist()[:4], strict=True)}
