@@ -144,16 +144,12 @@ class World:
 
     @property
     def pages(self) -> list[dict[str, str]]:
-        return [
-            {"title": e.name, "url": e.url, "text": e.text} for entities in self.by_kind.values() for e in entities
-        ]
+        return [{"title": e.name, "url": e.url, "text": e.text} for entities in self.by_kind.values() for e in entities]
 
     def _populate(self, pages: int) -> None:
         rng, namer = self.rng, self.namer
         count = {kind: max(4, round(pages * share)) for kind, share in SHARES.items()}
-        countries = [
-            Entity("country", namer.place(), {"language": namer.place()}) for _ in range(max(6, pages // 120))
-        ]
+        countries = [Entity("country", namer.place(), {"language": namer.place()}) for _ in range(max(6, pages // 120))]
         cities = [Entity("city", namer.place(), {"country": rng.choice(countries)}) for _ in range(count["city"])]
 
         def person(work: str) -> Entity:
@@ -230,7 +226,9 @@ class World:
         if kind in ("comparison", "yes_no"):
             return self._pair(rng, kind)
         hops = {"one_hop": 1, "two_hop": 2, "three_hop": 3}[kind]
-        starts = ["film", "book", "band", "company"] + (["person"] if hops < 3 else []) + (["city"] if hops == 1 else [])
+        starts = (
+            ["film", "book", "band", "company"] + (["person"] if hops < 3 else []) + (["city"] if hops == 1 else [])
+        )
         while True:
             steps = self._walk(rng, rng.choice(self.by_kind[rng.choice(starts)]), hops)
             if steps:
@@ -292,7 +290,9 @@ class World:
             while True:
                 a = rng.choice(self.by_kind[page_kind])
                 pool = [
-                    e for e in self.by_kind[page_kind] if e is not a and (e.facts[relation] is a.facts[relation]) == same
+                    e
+                    for e in self.by_kind[page_kind]
+                    if e is not a and (e.facts[relation] is a.facts[relation]) == same
                 ]
                 if pool:
                     b = rng.choice(pool)

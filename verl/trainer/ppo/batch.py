@@ -1,0 +1,130 @@
+"""Finished episodes to the padded tensors that the workers take, and to the rows that people read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scrl.types import Episode, EpisodeRequest
+from verl.protocol import DataProto
+from verl.utils.dataset import Question
+
+
+def group_requests(
+    questions: Sequence[Question],
+    *,
+    n: int,
+    step: int,
+    max_turns: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int | None,
+) -> list[EpisodeRequest]:
+    """``n`` requests a question, group after group. A group's uid names its step and its place in the batch."""
+    return [
+        EpisodeRequest(
+            uid=f"{step}-{place}",
+            sample_index=sample,
+            index=question.index,
+            question=question.question,
+            ground_truths=question.ground_truths,
+            data_source=question.data_source,
+            prompt_ids=question.prompt_ids,
+            max_turns=max_turns,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+        )
+        for place, question in enumerate(questions)
+        for sample in range(n)
+    ]
+
+
+def assemble(episodes: Sequence[Episode], pad_id: int) -> DataProto:
+    """B episodes as one batch: prompts left-padded to P, responses right-padded to R.
+
+    An episode that failed keeps its tokens but is masked throughout (``response_mask`` 0), so that it adds nothing.
+    """
+    prompts = [episode.prompt_ids for episode in episodes]
+    responses = [episode.response_ids or [pad_id] for episode in episodes]
+    width, length = max(map(len, prompts)), max(map(len, responses))
+    size = len(episodes)
+    prompt = torch.full((size, width), pad_id)
+    response = torch.full((size, length), pad_id)
+    attention = torch.zeros((size, width + length), dtype=torch.long)
+    mask = torch.zeros((size, length))
+    logprobs = torch.zeros((size, length))
+    turn_index = torch.full((size, length), -1)
+    for row, episode in enumerate(episodes):
+        prompt[row, width - len(prompts[row]) :] = torch.tensor(prompts[row])
+        response[row, : len(responses[row])] = torch.tensor(responses[row])
+        attention[row, width - len(prompts[row]) : width + len(responses[row])] = 1
+        if episode.finish == "error":
+            continue
+        sampled = len(episode.response_ids)
+        mask[row, :sampled] = torch.tensor(episode.response_mask, dtype=torch.float32)
+        logprobs[row, :sampled] = torch.tensor(episode.rollout_logprobs)
+        for number, turn in enumerate(episode.turns):
+            turn_index[row, slice(*turn.span)] = number
+    return DataProto.from_dict(
+        {
+            "prompts": prompt,
+            "responses": response,
+            "input_ids": torch.cat([prompt, response], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
+            "response_mask": mask,
+            "rollout_log_probs": logprobs,
+            "turn_index": turn_index,
+        },
+        {"uid": np.array([episode.uid for episode in episodes], dtype=object)},
+        {},
+    )
+
+
+def episode_rows(
+    episodes: Sequence[Episode], tokenizer: Any, info: dict[str, np.ndarray], advantages: Tensor | None = None
+) -> list[dict[str, Any]]:
+    """One JSON-able row an episode, in the given order: the family's ``idx``, ``question`` and ``message_str``, and
+    beside them golds, answer, turns and the reward's components."""
+    rows = []
+    for place, episode in enumerate(episodes):
+        ids = episode.prompt_ids + episode.response_ids
+        row = {
+            "idx": episode.index,
+            "question": episode.question,
+            "message_str": tokenizer.decode(ids, skip_special_tokens=False),
+            "ground_truths": episode.ground_truths,
+            "data_source": episode.data_source,
+            "answer": episode.answer,
+            "finish": episode.finish,
+            "error": episode.error,
+            "uid": episode.uid,
+            "sample_index": episode.sample_index,
+            "search_depth": episode.search_depth,
+            "turns": [
+                {
+                    "kind": turn.kind,
+                    "think": turn.think,
+                    "queries": turn.queries,
+                    "answer": turn.answer,
+                    "reason": turn.reason,
+                    "observation": turn.observation,
+                    "search_ok": turn.search_ok,
+                    "latency_s": round(turn.latency_s, 4),
+                }
+                for turn in episode.turns
+            ],
+            "reward": {
+                name: values[place] if name == "phi" else round(float(values[place]), 6)
+                for name, values in info.items()
+            },
+        }
+        if advantages is not None:
+            row["advantage"] = [float(advantages[place, turn.span[1] - 1]) for turn in episode.turns]
+        rows.append(row)
+    return rows

@@ -1,0 +1,409 @@
+"""The training loop. ``RayPPOTrainer.fit`` reads as one step does: generate, score, weigh, update, hand over, learn."""
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from transformers import AutoTokenizer
+
+from scrl.types import Episode
+from verl.protocol import DataProto
+from verl.single_controller import ResourcePool, WorkerGroup, connect
+from verl.trainer.config.loading import config_to_yaml
+from verl.trainer.config.schema import Config
+from verl.trainer.ppo.batch import assemble, episode_rows, group_requests
+from verl.trainer.ppo.core_algos import ADVANTAGE_ESTIMATORS, entropy_coefficient
+from verl.trainer.ppo.curriculum_scheduler import CurriculumScheduler
+from verl.trainer.ppo.metrics import (
+    batch_metrics,
+    episode_metrics,
+    reward_metrics,
+    rollout_gap_metrics,
+    throughput_metrics,
+    timing_metrics,
+    validation_metrics,
+)
+from verl.trainer.ppo.rollout_pool import RolloutPool
+from verl.utils.behavior_monitor import BehaviorMonitor
+from verl.utils.checkpoint import CheckpointManager, load_json, rng_state, save_json, set_rng_state
+from verl.utils.dataset import Question, QuestionStream, RLHFDataset
+from verl.utils.tracking import Tracking
+from verl.workers.fsdp_workers import ActorRefWorker
+from verl.workers.reward_manager.naive import NaiveRewardManager, shaping_warning
+
+log = logging.getLogger(__name__)
+ROOT = Path(__file__).resolve().parents[3]
+GENERATE_TIMEOUT_S = 3600.0
+
+
+def run(config: Config) -> None:
+    """Train (or, with ``trainer.val_only``, validate) as the configuration says, on a Ray that runs or on our own."""
+    with connect(config.ray):
+        RayPPOTrainer(config).fit()
+
+
+def run_dir(config: Config) -> Path:
+    """``outputs/{project}/{experiment}`` in the repository, or ``trainer.default_local_dir``."""
+    trainer = config.trainer
+    return Path(trainer.default_local_dir or ROOT / "outputs" / trainer.project_name / trainer.experiment_name)
+
+
+class Stopwatch:
+    """Seconds by phase of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+
+
+class RayPPOTrainer:
+    """One run: its data, its workers, and what it has learned so far.
+
+    Raises ValueError, before anything is started, for data or settings that can't work.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.dir = run_dir(config)
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+        self.train_set = None if config.trainer.val_only else self._dataset(config.data.train_files)
+        self.val_set = self._dataset(config.data.val_files, config.data.val_max_samples)
+        self.rewards = NaiveRewardManager(config.reward_model)
+        self.curriculum = CurriculumScheduler(config.curriculum, config.max_turns, config.reward_model.min_turns)
+        self.monitor = BehaviorMonitor(config.monitor, self.dir / "behavior_alerts.jsonl")
+        self.checkpoints = CheckpointManager(self.dir / "checkpoints", config.trainer.max_ckpt_to_keep)
+        self.step = 0
+        self._interrupted = False
+        if self.train_set:
+            self.stream = QuestionStream(
+                self.train_set,
+                config.data.train_batch_size,
+                shuffle=config.data.shuffle,
+                seed=config.trainer.seed,
+            )
+            self._stream_state = self.stream.state_dict()
+        if warning := shaping_warning(config.reward_model, config.algorithm.gamma):
+            log.warning(warning)
+
+    def _dataset(self, files: Sequence[str], limit: int | None = None) -> RLHFDataset:
+        data = self.config.data
+        return RLHFDataset(
+            files,
+            self.tokenizer,
+            max_prompt_length=data.max_prompt_length,
+            max_samples=limit,
+            tools=self.config.tools,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- the loop
+    def fit(self) -> None:
+        """Train from where the last checkpoint stands to the last step; validate and save on the way."""
+        trainer = self.config.trainer
+        found = self.checkpoints.find(trainer.resume_mode)
+        self.start_workers()
+        self.resume(found)
+        self.dir.mkdir(parents=True, exist_ok=True)
+        (self.dir / "config.yaml").write_text(config_to_yaml(self.config), encoding="utf-8")
+        total = self.step if trainer.val_only else self.total_steps
+        with (
+            Tracking(self.config, self.dir, total_steps=total, resume_step=self.step) as tracking,
+            self._on_interrupt(),
+        ):
+            try:
+                self._loop(tracking, total)
+            except KeyboardInterrupt:
+                self.save()
+                tracking.say(f"interrupted; step {self.step} is saved, the same command goes on from there")
+                raise
+
+    def _loop(self, tracking: Tracking, total: int) -> None:
+        trainer = self.config.trainer
+        if trainer.val_only or (trainer.val_before_train and self.step == 0):
+            tracking.log(self.step, self.validate())
+        saved = self.step
+        while self.step < total:
+            metrics = self.train_step(self.step + 1)
+            due = lambda every: self.step == total or (every and self.step % every == 0)  # noqa: B023, E731
+            if due(trainer.test_freq):
+                metrics |= self.validate()
+            if due(trainer.save_freq):
+                self.save()
+                saved = self.step
+            tracking.log(self.step, metrics)
+            for alert in self.monitor.alerts:
+                tracking.say(alert.message)
+            if self.monitor.alerts and self.config.monitor.on_alert == "halt":
+                if saved != self.step:
+                    self.save()
+                tracking.say(f"halted at step {self.step}, as monitor.on_alert=halt asks")
+                return
+            if self._interrupted:
+                raise KeyboardInterrupt
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """One step, from questions to new weights in every engine. Returns its metrics."""
+        watch = Stopwatch()
+        with watch("step"):
+            questions = self.stream.next_batch()
+            with watch("gen"):
+                episodes = self.generate(questions, step)
+            with watch("assemble"):
+                batch = assemble(episodes, self.tokenizer.pad_token_id)
+                batch.meta_info |= self._meta(step)
+            with watch("old_log_prob"):
+                batch = batch.union(self.actor.compute_log_prob(self._inputs(batch)))
+            if self.config.actor_rollout_ref.actor.use_kl_loss:
+                with watch("ref_log_prob"):
+                    batch = batch.union(self.actor.compute_ref_log_prob(self._inputs(batch)))
+            with watch("reward"):
+                info = self.reward(batch, episodes)
+            with watch("adv"):
+                self.advantage(batch, questions, step)
+            if self._interrupted:  # nothing of this step has reached the weights yet
+                raise KeyboardInterrupt
+            with watch("update_actor"):
+                updated = self.actor.update_actor(self._inputs(batch, *self._training_keys(batch)))
+            with watch("update_weights"):
+                self.sync(step)
+            self.step, self._stream_state = step, self.stream.state_dict()
+            with watch("monitor"):
+                metrics = self.learn(batch, episodes, info) | updated.meta_info["metrics"]
+        metrics |= timing_metrics(watch.seconds)
+        metrics |= throughput_metrics(batch.batch, watch.seconds, self.config.trainer.n_gpus_per_node)
+        self.write_rollouts(f"rollout_step_{step}.json", episodes, info, batch.batch["advantages"])
+        return metrics
+
+    # ------------------------------------------------------------------------------------------------ a step's phases
+    def generate(self, questions: Sequence[Question], step: int) -> list[Episode]:
+        """``agent_grpo.n`` episodes a question, group after group."""
+        rollout, trainer = self.config.actor_rollout_ref.rollout, self.config.trainer
+        requests = group_requests(
+            questions,
+            n=self.config.agent_grpo.n,
+            step=step,
+            max_turns=self.curriculum.max_turns,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            seed=trainer.seed if trainer.deterministic else None,
+        )
+        episodes = self._play(requests)
+        assert all(episode.version in (step - 1, -1) for episode in episodes), "an engine holds another step's weights"
+        if all(episode.finish == "error" for episode in episodes):
+            raise RuntimeError(f"every episode of step {step} failed; the first one: {episodes[0].error}")
+        return episodes
+
+    def _play(self, requests: Sequence[Any]) -> list[Episode]:
+        return self.rollouts.generate(requests, timeout_s=GENERATE_TIMEOUT_S, interrupted=lambda: self._interrupted)
+
+    def reward(self, batch: DataProto, episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
+        """Put ``token_level_scores`` into the batch; returns every component by episode."""
+        scores, info = self.rewards(
+            episodes,
+            batch.batch["responses"].shape[1],
+            min_turns=self.curriculum.min_turns,
+            discount=self.config.algorithm.gamma,
+        )
+        batch.batch["token_level_scores"] = scores
+        return info
+
+    def advantage(self, batch: DataProto, questions: Sequence[Question], step: int) -> None:
+        """Put ``advantages`` and ``returns`` into the batch."""
+        algorithm = self.config.algorithm
+        options = {"turn_index": batch.batch["turn_index"], "gamma": algorithm.gamma}
+        if algorithm.adv_estimator == "remax":
+            options["baselines"] = self._greedy_returns(batch, questions, step)
+        estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
+        batch.batch["advantages"], batch.batch["returns"] = estimator(
+            batch.batch["token_level_scores"],
+            batch.batch["response_mask"],
+            batch.non_tensor_batch["uid"],
+            **options,
+        )
+
+    def _greedy_returns(self, batch: DataProto, questions: Sequence[Question], step: int) -> torch.Tensor:
+        """ReMax's baseline (Li et al. 2023): (B,) the return of the greedy episode of each row's question."""
+        requests = group_requests(
+            questions,
+            n=1,
+            step=step,
+            max_turns=self.curriculum.max_turns,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            seed=None,
+        )
+        episodes = self._play(requests)
+        longest = max(len(episode.response_ids) for episode in episodes)
+        _, info = self.rewards(
+            episodes, longest, min_turns=self.curriculum.min_turns, discount=self.config.algorithm.gamma
+        )
+        by_uid = {episode.uid: value for episode, value in zip(episodes, info["return"], strict=True)}
+        return torch.tensor([by_uid[uid] for uid in batch.non_tensor_batch["uid"]], dtype=torch.float32)
+
+    def sync(self, version: int) -> None:
+        """Give the actor's weights to every engine, as those of step ``version``."""
+        self.rollouts.update_weights(self.actor.call("export_weights", blocking=False)[0], version)
+
+    def learn(self, batch: DataProto, episodes: Sequence[Episode], info: dict[str, np.ndarray]) -> dict[str, float]:
+        """Metrics of the step, the monitor's look at it, and the curriculum's next stage."""
+        tensors = batch.batch
+        metrics = batch_metrics(tensors) | reward_metrics(info) | self.curriculum.metrics()
+        metrics |= self.monitor.observe(self.step, episodes, [float(value) for value in info["return"]])
+        metrics |= episode_metrics(episodes)
+        metrics |= rollout_gap_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], tensors["response_mask"])
+        metrics["adv/zero_variance_groups"] = metrics.get("behavior/zero_variance_share", 0.0) * len(
+            set(batch.non_tensor_batch["uid"])
+        )
+        valid = info["valid"]
+        self.curriculum.update(float(info["f1"][valid].mean()) if valid.any() else math.nan, self.step)
+        return metrics
+
+    def validate(self) -> dict[str, float]:
+        """Play every validation question once (``val_kwargs.n`` times) and write the episodes down."""
+        kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
+        trainer = self.config.trainer
+        watch = Stopwatch()
+        episodes: list[Episode] = []
+        size = self.config.data.val_batch_size or len(self.val_set)
+        with watch("testing"):
+            for start in range(0, len(self.val_set), size):
+                questions = [self.val_set[i] for i in range(start, min(start + size, len(self.val_set)))]
+                requests = group_requests(
+                    questions,
+                    n=kwargs.n,
+                    step=self.step,
+                    max_turns=self.config.max_turns,
+                    temperature=kwargs.temperature,
+                    top_p=kwargs.top_p,
+                    top_k=kwargs.top_k,
+                    seed=trainer.seed if kwargs.temperature else None,
+                )
+                episodes += self._play(requests)
+        _, info = self.rewards(episodes, max(len(episode.response_ids) for episode in episodes))
+        name = "rollout" if trainer.val_only else "val"
+        self.write_rollouts(f"{name}_step_{0 if trainer.val_only else self.step}.json", episodes, info)
+        return validation_metrics(episodes, info) | {"timing_s/testing": watch.seconds["testing"]}
+
+    def write_rollouts(
+        self,
+        name: str,
+        episodes: Sequence[Episode],
+        info: dict[str, np.ndarray],
+        advantages: torch.Tensor | None = None,
+    ) -> None:
+        folder = self.dir / "rollout"
+        folder.mkdir(parents=True, exist_ok=True)
+        save_json(folder / name, episode_rows(episodes, self.tokenizer, info, advantages))
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        actor = self.config.actor_rollout_ref.actor
+        coefficient = entropy_coefficient(actor.entropy_coeff, actor.entropy_schedule, step, self.total_steps)
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        return {"global_step": step, "temperature": temperature, "entropy_coeff": coefficient}
+
+    @staticmethod
+    def _inputs(batch: DataProto, *more: str) -> DataProto:
+        """Only what a worker reads travels to it."""
+        return batch.select(["input_ids", "attention_mask", "response_mask", *more], [])
+
+    def _training_keys(self, batch: DataProto) -> list[str]:
+        keys = ("old_log_probs", "entropys", "ref_log_prob", "advantages")
+        return [key for key in keys if key in batch.batch.keys()]
+
+    # ------------------------------------------------------------------------------------------ start, save and resume
+    @property
+    def total_steps(self) -> int:
+        trainer, data = self.config.trainer, self.config.data
+        if trainer.total_training_steps is not None:
+            return trainer.total_training_steps
+        return max(1, trainer.total_epochs * len(self.train_set) // data.train_batch_size)
+
+    def start_workers(self) -> None:
+        """Actor ranks and rollout workers, side by side on the same cards; both load at the same time."""
+        trainer, gpu = self.config.trainer, torch.cuda.is_available()
+        threads = {} if gpu else {"OMP_NUM_THREADS": "1"}
+        share = self.config.actor_rollout_ref.rollout.gpu_memory_utilization if gpu else 0
+        options = {"num_cpus": 0, "num_gpus": share, "runtime_env": {"env_vars": threads}}
+        self.rollouts = RolloutPool(self.config, options)
+        if not trainer.val_only:
+            pool = ResourcePool(trainer.n_gpus_per_node, trainer.nnodes, use_gpu=gpu, gpu_fraction=1 - share)
+            self.actor = WorkerGroup(ActorRefWorker, pool, self.config, env_vars=threads)
+            self.actor.init_model()
+        self.rollouts.wait_ready()
+
+    def resume(self, folder: Path | None) -> None:
+        """Take everything back from a checkpoint, and give the engines its weights (or the untrained ones)."""
+        if folder and not self.config.trainer.val_only:
+            self.actor.load_checkpoint(str(folder))
+            state = load_json(folder / "trainer.json")
+            self.step = state["step"]
+            self.stream.load_state_dict(state["stream"])
+            self._stream_state = state["stream"]
+            self.curriculum.load_state_dict(state["curriculum"])
+            set_rng_state(state["rng"])
+        if not self.config.trainer.val_only:
+            self.sync(self.step)
+
+    def save(self) -> None:
+        """Write a checkpoint of the last whole step, unless there is one."""
+
+        def write(folder: Path) -> None:
+            self.actor.save_checkpoint(str(folder))
+            save_json(
+                folder / "trainer.json",
+                {
+                    "step": self.step,
+                    "stream": self._stream_state,
+                    "curriculum": self.curriculum.state_dict(),
+                    "rng": rng_state(),
+                },
+            )
+
+        self.checkpoints.save(self.step, write)
+
+    @contextmanager
+    def _on_interrupt(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) ends the run at the next safe point, the second at once."""
+
+        def handle(*_: Any) -> None:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+            print("\nstopping: saving the last whole step (again to stop at once)", flush=True)
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def load_tokenizer(path: str) -> Any:
+    """Raises ValueError for a folder or name that holds none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"actor_rollout_ref.model.path={path!r} holds no tokenizer ({reason}); give a model's folder or name"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

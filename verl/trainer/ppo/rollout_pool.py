@@ -1,0 +1,75 @@
+"""The rollout workers as the driver sees them: who generates which group, and whose weights they hold."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from scrl.types import Episode, EpisodeRequest
+from verl.trainer.config.schema import Config
+from verl.workers.rollout_worker import RolloutWorker
+
+
+class RolloutPool:
+    """Some ``RolloutWorker`` Ray actors. Every wait has a deadline."""
+
+    def __init__(self, config: Config, options: dict[str, Any], start_timeout_s: float = 600.0) -> None:
+        """``options``: of each Ray actor (num_cpus, num_gpus, runtime_env).
+
+        Raises ValueError where a worker can't be built for a reason of the user's (a wrong path, no search index).
+        """
+        worker = ray.remote(RolloutWorker).options(max_concurrency=1000, **options)
+        self.size = config.actor_rollout_ref.rollout.num_workers
+        self._workers = [worker.remote(config, index) for index in range(self.size)]
+        self._deterministic = config.trainer.deterministic
+        self._ready = [actor.ready.remote() for actor in self._workers]
+        self._start_timeout_s = start_timeout_s
+
+    def wait_ready(self) -> list[dict[str, Any]]:
+        return ray.get(self._ready, timeout=self._start_timeout_s)
+
+    def generate(
+        self, requests: Sequence[EpisodeRequest], *, timeout_s: float, interrupted: Callable[[], bool]
+    ) -> list[Episode]:
+        """The requests' episodes, in their order. A group stays on one worker, whose engine shares its prompt.
+
+        Raises TimeoutError after ``timeout_s``, and KeyboardInterrupt as soon as ``interrupted()``.
+        """
+        shares: list[list[int]] = [[] for _ in self._workers]
+        owner: dict[str, int] = {}
+        for place, request in enumerate(requests):
+            if request.uid not in owner:
+                owner[request.uid] = min(range(self.size), key=lambda index: len(shares[index]))
+            shares[owner[request.uid]].append(place)
+        pending = {
+            actor.generate.remote([requests[place] for place in share]): share
+            for actor, share in zip(self._workers, shares, strict=True)
+            if share
+        }
+        episodes: list[Any] = [None] * len(requests)
+        deadline = time.monotonic() + timeout_s
+        while pending:
+            done, _ = ray.wait(list(pending), timeout=0.5)
+            if interrupted():
+                raise KeyboardInterrupt
+            if not done and time.monotonic() > deadline:
+                left = sum(map(len, pending.values()))
+                raise TimeoutError(f"{left} of {len(requests)} episodes were not done after {timeout_s:.0f} s")
+            for reference in done:
+                for place, episode in zip(pending.pop(reference), ray.get(reference), strict=True):
+                    episodes[place] = episode
+        return episodes
+
+    def update_weights(self, exported: Any, version: int, timeout_s: float = 600.0) -> None:
+        """Give every worker the weights in the object reference ``exported``, as those of step ``version``."""
+        held = ray.get([actor.update_weights.remote(exported, version) for actor in self._workers], timeout=timeout_s)
+        assert set(held) == {version}, f"engines hold the weights of steps {held}, not of {version}"
+
+    def metrics(self) -> dict[str, float]:
+        """Sums of the workers' counters."""
+        total: dict[str, float] = {}
+        for one in ray.get([actor.metrics.remote() for actor in self._workers], timeout=60):
+            for name, value in one.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
