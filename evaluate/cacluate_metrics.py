@@ -197,8 +197,9 @@ def judge_rows(rows: Sequence[Row], config: JudgeConfig, cache: Path, console: C
 def show(experiment: str, scores: Mapping[str, Any], console: Console) -> None:
     table = Table(title=f"{experiment}: per cent, with the bootstrap's 95 % interval")
     table.add_column("data source")
-    for name in ("count", *(f"{metric}\n{d}" for d in DEFINITIONS for metric in ("F1", "EM")), "MBE"):
-        table.add_column(name, justify="right")
+    headings = [f"{metric}\n{d}" for d in ("deep-\nresearcher", "squad") for metric in ("F1", "EM")]  # fits 80 columns
+    for heading in ("count", *headings, "MBE"):
+        table.add_column(heading, justify="right")
     for source, entry in scores.items():
         if source == OVERALL:
             table.add_section()
