@@ -27,7 +27,7 @@ def read_pins(text: str) -> dict[str, str]:
 
 
 def unmet(pins: dict[str, str]) -> list[str]:
-    """The pins that this interpreter lacks, each with what it has; a local build tag (`2.13.0+cpu`) is no difference."""
+    """The pins that this interpreter lacks, each with what it has; a local build tag (`+cpu`) is no difference."""
     problems = []
     for name, wanted in pins.items():
         try:

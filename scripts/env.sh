@@ -4,16 +4,24 @@
 #   source scripts/env.sh [run|test]   set up what is missing, then put that Python first on PATH
 #   bash scripts/env.sh [run|test]     set up only, and print the environment's folder
 #
-# `test` adds pytest and ruff; a GPU (`nvidia-smi -L`) adds vllm. An active virtual or conda environment that satisfies the
-# pins is used as it is and never written to; otherwise everything goes into .venv in the repository root. PYTHON=/path
-# chooses the interpreter. A part is stamped when it is complete, so a start with nothing to do calls no pip; a set-up that
-# was killed leaves `.unfinished` behind and is done afresh, because half a package can look whole to pip.
+# `test` adds pytest and ruff; a GPU (`nvidia-smi -L`) adds vllm. An active virtual or conda environment that satisfies
+# the pins is used as it is and never written to; otherwise everything goes into .venv in the repository root. PYTHON=/path
+# chooses the interpreter. A part is stamped when it is complete, so a start with nothing to do calls no pip; a set-up
+# that was killed leaves `.unfinished` behind and is done afresh, because half a package can look whole to pip.
 
 miniresearcher_has_gpu() {
     command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU '
 }
 
-if [ "${BASH_SOURCE[0]}" != "$0" ]; then # sourced: the work is done by a child, whose failure can't end this shell
+miniresearcher_profile() { # of a command line: nothing if it names a profile, else the one for this machine
+    local argument
+    for argument in "$@"; do
+        case "$argument" in profile=* | +profile=* | ++profile=*) return ;; esac
+    done
+    if miniresearcher_has_gpu; then echo profile=a100_80g; else echo profile=cpu_demo; fi
+}
+
+if [ "${BASH_SOURCE[0]}" != "$0" ]; then # sourced: a child does the work, so its failure can't end this shell
     miniresearcher_prefix="$(bash "${BASH_SOURCE[0]}" "$@")" || return 1
     export PATH="$miniresearcher_prefix/bin:$PATH"
     [ ! -e "$miniresearcher_prefix/pyvenv.cfg" ] || export VIRTUAL_ENV="$miniresearcher_prefix"
@@ -85,7 +93,7 @@ find_python() {
 
 # ---- one set-up at a time --------------------------------------------------------------------------------------------
 
-lock() { # an flock on descriptor 9, taken through Python since not every system has flock(1); it ends with this process
+lock() { # an flock on descriptor 9, through Python as not every system has flock(1); it ends with this process
     if ! mkdir -p -- "$venv" 2>/dev/null || ! { : >>"$venv/.lock"; } 2>/dev/null; then
         die "cannot write to $venv (read-only folder, another owner, or no space)." \
             "Make the folder writable, or clone the repository to a place that is yours."
@@ -94,7 +102,8 @@ lock() { # an flock on descriptor 9, taken through Python since not every system
     if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
         say "another set-up of this folder is running; waiting for it"
         "$python" -c "import fcntl, signal; signal.alarm($wait_limit_s); fcntl.flock(9, fcntl.LOCK_EX)" 2>/dev/null ||
-            die "still locked after $wait_limit_s s. If no set-up is running any more: rm -rf '$venv', then run this again."
+            die "still locked after $wait_limit_s s." \
+                "If no set-up is running any more: rm -rf '$venv', then run this again."
     fi
 }
 
@@ -111,7 +120,7 @@ phase() { # title, command...: output to the log; a line that moves on a termina
     child=$!
     while kill -0 "$child" 2>/dev/null; do
         if [ -t 2 ]; then
-            doing="$(grep -aoE '^(Collecting|  Downloading|Installing|Building|Processing) .{0,44}' "$log" | tail -n 1 || true)"
+            doing="$(grep -aoE '^(Collecting|  Downloading|Installing|Building) .{0,44}' "$log" | tail -n 1 || true)"
             printf '\r\033[K[env] %s ... %d s  %s' "$title" $((SECONDS - started)) "$doing" >&2
         elif [ "$SECONDS" -ge "$beat" ]; then
             beat=$((SECONDS + 30))
@@ -143,11 +152,12 @@ explain_failure() { # title: the end of the log, and what usually helps
         *"Requires-Python"* | *"requires a different Python"*)
             die "A pin has no build for this Python ($python): rm -rf '$venv'," \
                 "then PYTHON=/path/to/python3.11 bash scripts/env.sh" ;;
-        *"name resolution"* | *"NewConnectionError"* | *"ConnectionError"* | *"Could not fetch"* | *"timed out"* | *"(from versions: none)"*)
-            die "pip could not reach its package index: check the network, or configure pip" \
-                "(PIP_INDEX_URL for a mirror, PIP_PROXY for a proxy, PIP_FIND_LINKS for local wheels). What it has is cached." ;;
+        *"name resolution"* | *"ConnectionError"* | *"Could not fetch"* | *"timed out"* | *"(from versions: none)"*)
+            die "pip could not reach its package index: check the network, or configure pip (PIP_INDEX_URL for a" \
+                "mirror, PIP_PROXY for a proxy, PIP_FIND_LINKS for local wheels). What it has fetched is cached." ;;
         *"Failed building wheel"* | *"error: command"*)
-            die "A package had to be compiled and could not be: use Python 3.11 (PYTHON=/path/to/python3.11), which has wheels." ;;
+            die "A package had to be compiled and could not be." \
+                "Use Python 3.11, which has wheels of all: PYTHON=/path/to/python3.11 bash scripts/env.sh" ;;
     esac
     die "Run this again; if it fails at the same place, the whole log is in $log."
 }
@@ -172,7 +182,7 @@ create_venv() {
         "$python" -m venv "$venv"
 }
 
-install_flash_attn() { # worth having, never worth failing for: without it attention goes through PyTorch's SDPA
+install_flash_attn() { # worth having, never worth failing for: without it attention is PyTorch's SDPA
     [ -e "$venv/.flash-attn-tried" ] || "$venv/bin/python" -c 'import flash_attn' 2>/dev/null && return 0
     if ! command -v nvcc >/dev/null 2>&1; then
         say "flash-attn needs nvcc to build, and there is none: attention uses PyTorch's SDPA instead"
