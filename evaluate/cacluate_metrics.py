@@ -86,8 +86,14 @@ def _fault(row: Any) -> str:
 
 
 def recorded_dataset(experiment: str) -> tuple[list[str], int | None]:
-    """Validation files, and how many rows of them, of the newest run named ``experiment``; none if there is no run."""
-    configs = sorted((ROOT / "outputs").glob(f"*/{experiment}/config.yaml"), key=lambda path: path.stat().st_mtime)
+    """Validation files, and how many rows of them, of the newest run named ``experiment``; none if there is no run.
+
+    A roll-out of its own (``trainer.val_only``) leaves ``val_config.yaml``, which counts before the training's.
+    """
+    for name in ("val_config.yaml", "config.yaml"):
+        found = (ROOT / "outputs").glob(f"*/{experiment}/{name}")
+        if configs := sorted(found, key=lambda path: path.stat().st_mtime):
+            break
     if not configs:
         return [], None
     data = (yaml.safe_load(configs[-1].read_text(encoding="utf-8")) or {}).get("data") or {}

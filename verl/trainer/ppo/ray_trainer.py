@@ -1,23 +1,24 @@
 """The training loop. ``RayPPOTrainer.fit`` reads as one step does: generate, score, weigh, update, hand over, learn."""
 
+import dataclasses
 import logging
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from transformers import AutoTokenizer
 
 from scrl.types import Episode
 from verl.protocol import DataProto
 from verl.single_controller import ResourcePool, WorkerGroup, connect
-from verl.trainer.config.loading import config_to_yaml
+from verl.trainer.config.convert import config_to_yaml
+from verl.trainer.config.paths import run_dir
 from verl.trainer.config.schema import Config
 from verl.trainer.ppo.batch import assemble, episode_rows, group_requests
 from verl.trainer.ppo.core_algos import ADVANTAGE_ESTIMATORS, entropy_coefficient
@@ -40,7 +41,6 @@ from verl.workers.fsdp_workers import ActorRefWorker
 from verl.workers.reward_manager.naive import NaiveRewardManager, shaping_warning
 
 log = logging.getLogger(__name__)
-ROOT = Path(__file__).resolve().parents[3]
 GENERATE_TIMEOUT_S = 3600.0
 
 
@@ -50,20 +50,16 @@ def run(config: Config) -> None:
         RayPPOTrainer(config).fit()
 
 
-def run_dir(config: Config) -> Path:
-    """``outputs/{project}/{experiment}`` in the repository, or ``trainer.default_local_dir``."""
-    trainer = config.trainer
-    return Path(trainer.default_local_dir or ROOT / "outputs" / trainer.project_name / trainer.experiment_name)
-
-
 class Stopwatch:
-    """Seconds by phase of one step."""
+    """Seconds by phase of one step. ``on_phase`` hears what begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
+        self._on_phase = on_phase
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self._on_phase(phase)
         began = time.perf_counter()
         try:
             yield
@@ -78,6 +74,8 @@ class RayPPOTrainer:
     """
 
     def __init__(self, config: Config) -> None:
+        if config.trainer.val_only:  # its one line is for people; the run's records are those of its training
+            config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, logger=("console",)))
         self.config = config
         self.dir = run_dir(config)
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
@@ -128,13 +126,13 @@ class RayPPOTrainer:
                 self._loop(tracking, total)
             except KeyboardInterrupt:
                 self.save()
-                tracking.say(f"interrupted; step {self.step} is saved, the same command goes on from there")
+                self.tracking.say(f"interrupted; step {self.step} is saved, the same command goes on from there")
                 raise
 
-    def _loop(self, tracking: Tracking, total: int) -> None:
+    def _loop(self, total: int) -> None:
         trainer = self.config.trainer
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
-            tracking.log(self.step, self.validate())
+            self.tracking.log(self.step, self.validate())
         saved = self.step
         while self.step < total:
             metrics = self.train_step(self.step + 1)
@@ -144,20 +142,20 @@ class RayPPOTrainer:
             if due(trainer.save_freq):
                 self.save()
                 saved = self.step
-            tracking.log(self.step, metrics)
+            self.tracking.log(self.step, metrics)
             for alert in self.monitor.alerts:
-                tracking.say(alert.message)
+                self.tracking.say(alert.message)
             if self.monitor.alerts and self.config.monitor.on_alert == "halt":
                 if saved != self.step:
                     self.save()
-                tracking.say(f"halted at step {self.step}, as monitor.on_alert=halt asks")
+                self.tracking.say(f"halted at step {self.step}, as monitor.on_alert=halt asks")
                 return
             if self._interrupted:
                 raise KeyboardInterrupt
 
     def train_step(self, step: int) -> dict[str, float]:
         """One step, from questions to new weights in every engine. Returns its metrics."""
-        watch = Stopwatch()
+        watch = Stopwatch(self.tracking.status)
         with watch("step"):
             questions = self.stream.next_batch()
             with watch("gen"):
@@ -278,7 +276,7 @@ class RayPPOTrainer:
         """Play every validation question once (``val_kwargs.n`` times) and write the episodes down."""
         kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
         trainer = self.config.trainer
-        watch = Stopwatch()
+        watch = Stopwatch(self.tracking.status)
         episodes: list[Episode] = []
         size = self.config.data.val_batch_size or len(self.val_set)
         with watch("testing"):
@@ -341,24 +339,25 @@ class RayPPOTrainer:
         share = self.config.actor_rollout_ref.rollout.gpu_memory_utilization if gpu else 0
         options = {"num_cpus": 0, "num_gpus": share, "runtime_env": {"env_vars": threads}}
         self.rollouts = RolloutPool(self.config, options)
-        if not trainer.val_only:
-            pool = ResourcePool(trainer.n_gpus_per_node, trainer.nnodes, use_gpu=gpu, gpu_fraction=1 - share)
-            self.actor = WorkerGroup(ActorRefWorker, pool, self.config, env_vars=threads)
-            self.actor.init_model()
+        pool = ResourcePool(trainer.n_gpus_per_node, trainer.nnodes, use_gpu=gpu, gpu_fraction=1 - share)
+        self.actor = WorkerGroup(ActorRefWorker, pool, self.config, env_vars=threads)
+        counts = self.actor.init_model()[0]
+        trained, total = counts["trainable_parameters"], counts["parameters"]
+        self.parameters = f"{total:,} parameters, {trained:,} of them trained"
         self.rollouts.wait_ready()
 
     def resume(self, folder: Path | None) -> None:
         """Take everything back from a checkpoint, and give the engines its weights (or the untrained ones)."""
-        if folder and not self.config.trainer.val_only:
-            self.actor.load_checkpoint(str(folder))
+        if folder:
             state = load_json(folder / "trainer.json")
+            self.actor.load_checkpoint(str(folder))
             self.step = state["step"]
+        if folder and not self.config.trainer.val_only:
             self.stream.load_state_dict(state["stream"])
             self._stream_state = state["stream"]
             self.curriculum.load_state_dict(state["curriculum"])
             set_rng_state(state["rng"])
-        if not self.config.trainer.val_only:
-            self.sync(self.step)
+        self.sync(self.step)
 
     def save(self) -> None:
         """Write a checkpoint of the last whole step, unless there is one."""
