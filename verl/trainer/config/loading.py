@@ -38,6 +38,22 @@ def profiles() -> list[str]:
     return sorted(path.stem for path in (CONFIG_DIR / "profile").glob("*.yaml"))
 
 
+def key_table() -> list[tuple[str, str, str]]:
+    """(key, default, meaning) of every key, read from ``ppo_trainer.yaml`` and its comments."""
+    table: list[tuple[str, str, str]] = []
+    parents: list[str] = []
+    for line in (CONFIG_DIR / "ppo_trainer.yaml").read_text(encoding="utf-8").splitlines():
+        setting, _, meaning = line.partition(" # ")
+        name, found, value = setting.partition(":")
+        if not found or not name.strip().isidentifier() or name == "defaults":
+            continue
+        depth = (len(name) - len(name.lstrip())) // 2
+        parents = [*parents[:depth], name.strip()]
+        if value.strip():
+            table.append((".".join(parents), value.strip(), meaning.strip()))
+    return table
+
+
 def _translate(overrides: list[str]) -> list[str]:
     """The overrides in our own names: aliases and values replaced, retired ones dropped, unknown ones refused."""
     given: dict[str, str] = {}
@@ -82,6 +98,8 @@ def _compose(overrides: list[str]) -> dict[str, Any]:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             return OmegaConf.to_container(compose("ppo_trainer", overrides=overrides), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
+        if isinstance(error.__cause__, KeyError | AttributeError):  # inside a dictionary given for a section
+            raise unknown_key(error.__cause__.full_key) from None
         raise ValueError(f"the configuration doesn't resolve: {str(error).strip().splitlines()[0]}") from error
 
 

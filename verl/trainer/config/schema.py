@@ -23,9 +23,8 @@ class Range:
         return (self.high is None or value <= self.high) and value == value  # NaN is in no range
 
     def __str__(self) -> str:
-        low = f"more than {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        parts = [low] if self.low is not None else []
-        return " and ".join(parts + ([f"at most {self.high:g}"] if self.high is not None else []))
+        low = [] if self.low is None else [f"{'more than' if self.open_low else 'at least'} {self.low:g}"]
+        return " and ".join(low + ([] if self.high is None else [f"at most {self.high:g}"]))
 
 
 Positive = Annotated[int, Range(1)]
