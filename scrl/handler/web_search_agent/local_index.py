@@ -113,7 +113,7 @@ def _write_errors() -> Iterator[None]:
 
 
 class LocalIndex:
-    """Search over an index. Threads may share one; a search releases the GIL."""
+    """Search over an index. Threads may share one."""
 
     def __init__(self, index: tantivy.Index) -> None:
         index.register_tokenizer("body", _ALL_WORDS)
@@ -246,10 +246,12 @@ def _remove_outdated(root: Path, target: Path, corpus: list[str]) -> None:
 
 
 def _advancing(paths: list[Path], advance: Callable[[int, int], None]) -> Iterator[Row]:
+    count = read = 0
     for count, (row, read) in enumerate(iter_rows(paths), start=1):
         if count % 256 == 0:
             advance(read, count)
         yield row
+    advance(read, count)
 
 
 @contextmanager
@@ -268,15 +270,7 @@ def _progress(paths: list[Path], show: bool) -> Iterator[Callable[[int, int], No
     total = sum(path.stat().st_size for path in paths)
     with bar:
         task = bar.add_task(f"Indexing {paths[0].name}", total=total, pages=0)
-        pages = 0
-
-        def advance(read: int, count: int) -> None:
-            nonlocal pages
-            pages = count
-            bar.update(task, completed=read, pages=count)
-
-        yield advance
-        bar.update(task, completed=total, pages=pages)
+        yield lambda read, count: bar.update(task, completed=read, pages=count)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def folder(tmp_path) -> Path:
 def test_it_builds_and_says_so(folder):
     done = run(folder, "one.jsonl", "--out", "out dir")
     assert done.returncode == 0 and done.stdout.startswith("1,000 pages"), done.stderr
-    assert "Indexing one.jsonl" in done.stderr and "100%" in done.stderr
+    assert "Indexing one.jsonl" in done.stderr and "100%" in done.stderr and "1,000 pages" in done.stderr
     assert len(list((folder / "out dir").glob("*/manifest.json"))) == 1
     again = run(folder, "one.jsonl", "--out", "out dir")
     assert again.stdout.startswith("1,000 pages") and "Indexing" not in again.stderr

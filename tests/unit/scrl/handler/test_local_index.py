@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tantivy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,21 @@ def test_ties_keep_the_order_of_the_corpus():
     rows = [{"title": f"t{i}", "url": str(i), "text": "same words here"} for i in range(200)]
     found = LocalIndex.in_memory(rows).search("same words", 50)
     assert [row["url"] for row in found] == [str(i) for i in range(50)]
+
+
+def test_ties_keep_the_order_of_the_corpus_where_segments_do_not():
+    """Merged segments may stand in any order; here the pages are stored backwards."""
+    index = tantivy.Index(local_index._schema())
+    index.register_tokenizer("body", local_index._ALL_WORDS)
+    writer = index.writer(15_000_000, 1)
+    for ordinal in reversed(range(200)):
+        document = tantivy.Document(body="same words", title_key="t")
+        document.add_unsigned("ordinal", ordinal)
+        document.add_bytes("row", json.dumps(["t", str(ordinal), "same words"]).encode())
+        writer.add_document(document)
+    writer.commit()
+    assert [row["url"] for row in LocalIndex(index).search("same", 50)] == [str(i) for i in range(50)]
+    assert [row["url"] for row in LocalIndex(index).search("t", 2)] == ["0", "1"]
 
 
 def test_nothing_to_find(index):
