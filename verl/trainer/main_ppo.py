@@ -57,8 +57,8 @@ def _run(config: Config) -> int:
 
     try:
         run(config)
-    except KeyboardInterrupt:
-        return _fail("stopped; start it again to resume", INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        return _fail(str(stop) or "stopped", INTERRUPTED)
     except CheckpointError as error:
         return _fail(str(error), FAILURE)
     except ValueError as error:

@@ -27,16 +27,16 @@ class Backend(Protocol):
 class Tracking:
     """Sends each step's metrics to every backend named in ``trainer.logger``.
 
-    ``first_step`` is the first step that this process will log: 0 for a new run, checkpoint + 1 for a resumed one; what
-    an earlier process logged from there on is dropped. A backend that raises is warned about once and left out from
+    ``resume_step`` is the step whose checkpoint was loaded, 0 for a new run; what an earlier process logged after it is
+    dropped. A backend that raises is warned about once and left out from
     then on. Use it as a context manager, so that the terminal is left as it was found.
     """
 
-    def __init__(self, config: Config, run_dir: Path, *, total_steps: int, first_step: int = 0) -> None:
+    def __init__(self, config: Config, run_dir: Path, *, total_steps: int, resume_step: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._backends: dict[str, Backend] = {}
         for name in config.trainer.logger:
-            made = self._guard(name, lambda name=name: BACKENDS[name](config, run_dir, total_steps, first_step))
+            made = self._guard(name, lambda name=name: BACKENDS[name](config, run_dir, total_steps, resume_step))
             if made is not None:
                 self._backends[name] = made
 
@@ -55,7 +55,7 @@ class Tracking:
             log.warning(text)
 
     def status(self, text: str) -> None:
-        """What is going on right now, beside the bar; shown on a terminal only."""
+        """What is going on right now (a phase of ``timing_s/*`` or any text), beside the bar; on a terminal only."""
         console = self._backends.get("console")
         if isinstance(console, ConsoleBackend):
             self._guard("console", lambda: console.status(text))
@@ -84,14 +84,14 @@ class Tracking:
 class JsonlBackend:
     """``metrics.jsonl``: one object a step. Numbers come back to the last bit; NaN and infinities are null."""
 
-    def __init__(self, config: Config, run_dir: Path, total_steps: int, first_step: int) -> None:
+    def __init__(self, config: Config, run_dir: Path, total_steps: int, resume_step: int) -> None:
         path = run_dir / "metrics.jsonl"
         if path.exists():
-            if first_step == 0:  # a new run under an old name: its metrics are kept beside
+            if resume_step == 0:  # a new run under an old name: its metrics are kept beside
                 number = next(n for n in range(1, 1_000_000) if not (run_dir / f"metrics.{n}.jsonl").exists())
                 path.rename(run_dir / f"metrics.{number}.jsonl")
             else:
-                _drop_from(path, first_step)
+                _drop_after(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -106,10 +106,10 @@ class JsonlBackend:
 class TensorboardBackend:
     """Event files under ``tensorboard/``. Steps that a resumed run repeats are purged."""
 
-    def __init__(self, config: Config, run_dir: Path, total_steps: int, first_step: int) -> None:
+    def __init__(self, config: Config, run_dir: Path, total_steps: int, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -126,7 +126,7 @@ class SwanlabBackend:
     ``SWANLAB_MODE`` (online, offline, local, disabled) overrides. Never asks for a key.
     """
 
-    def __init__(self, config: Config, run_dir: Path, total_steps: int, first_step: int) -> None:
+    def __init__(self, config: Config, run_dir: Path, total_steps: int, resume_step: int) -> None:
         import swanlab  # takes seconds, so only where it is wanted
 
         self._run = swanlab.init(
@@ -170,11 +170,10 @@ class ConsoleBackend:
         "update_weights": "sync",
         "adv": "advantage",
         "testing": "validate",
-        "save_checkpoint": "save",
     }
     HEADER_EVERY = 20
 
-    def __init__(self, config: Config, run_dir: Path, total_steps: int, first_step: int) -> None:
+    def __init__(self, config: Config, run_dir: Path, total_steps: int, resume_step: int) -> None:
         self._total = total_steps
         self._lines = 0
         self._console = Console(highlight=False, emoji=False, markup=False)
@@ -191,7 +190,7 @@ class ConsoleBackend:
                 refresh_per_second=2,
                 transient=True,
             )
-            self._task = self._progress.add_task("starting", total=total_steps, completed=max(0, first_step - 1))
+            self._task = self._progress.add_task("starting", total=total_steps or None, completed=resume_step)
             self._progress.start()
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -231,6 +230,8 @@ class ConsoleBackend:
         sources = {name.removeprefix("val/f1/"): value for name, value in metrics.items() if name.startswith("val/f1/")}
         sources.pop("mean", None)
         by_source = ", ".join(f"{name} {value:.3f}" for name, value in sources.items()) if len(sources) > 1 else ""
+        if "timing_s/testing" in metrics:
+            parts.append(f"{metrics['timing_s/testing']:.1f} s")
         text = f"{'validation':>{self._step_width}}  after step {step}: {'  '.join(parts)}"
         return f"{text}  (F1 by source: {by_source})" if by_source else text
 
@@ -239,7 +240,7 @@ class ConsoleBackend:
 
     def status(self, text: str) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, description=text)
+            self._progress.update(self._task, description=self.PHASES.get(text, text))
 
     def close(self) -> None:
         if self._progress is not None:
@@ -252,8 +253,8 @@ class ConsoleBackend:
     def _shares(self, metrics: Metrics) -> str:
         whole = metrics["timing_s/step"]
         phases = {name.removeprefix("timing_s/"): s for name, s in metrics.items() if name.startswith("timing_s/")}
-        for derived in ("step", "overhead"):
-            phases.pop(derived, None)
+        for name in ("step", "overhead", "testing"):  # the sum, a derived value, and what comes after the step
+            phases.pop(name, None)
         if not phases or whole <= 0:
             return ""
         largest = sorted(phases.items(), key=lambda item: -item[1])[:4]
@@ -281,15 +282,15 @@ def _number(value: Any) -> float:
     return value if isinstance(value, int) else float(value)
 
 
-def _drop_from(path: Path, first_step: int) -> None:
-    """Keep the lines before ``first_step``. The last line may be half: the process that wrote it was killed."""
+def _drop_after(path: Path, step: int) -> None:
+    """Keep the lines up to ``step``. The last line may be half: the process that wrote it was killed."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if row["step"] < first_step:
+        if row["step"] <= step:
             kept.append(line + "\n")
     temporary = path.with_name(".metrics.jsonl.tmp")
     temporary.write_text("".join(kept), encoding="utf-8")

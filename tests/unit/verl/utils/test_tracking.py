@@ -56,7 +56,7 @@ def test_a_resumed_run_repeats_no_step(tmp_path):
             tracker.log(step, {"x": step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "x"')  # the kill came here
-    with Tracking(config("jsonl"), tmp_path, total_steps=5, first_step=3) as tracker:
+    with Tracking(config("jsonl"), tmp_path, total_steps=5, resume_step=2) as tracker:
         tracker.log(3, {"x": 30})
     assert [(row["step"], row["x"]) for row in rows(tmp_path / "metrics.jsonl")] == [(0, 0), (1, 1), (2, 2), (3, 30)]
 
@@ -105,7 +105,7 @@ def piped(monkeypatch, tmp_path, total_steps: int = 40) -> tuple[io.StringIO, Tr
 
 def test_a_pipe_gets_one_plain_line_a_step(monkeypatch, tmp_path):
     stream, tracker = piped(monkeypatch, tmp_path)
-    tracker.log(1, STEP)
+    tracker.log(1, STEP | {"timing_s/testing": 99.0})  # validation stands outside the step
     tracker.log(2, {"timing_s/step": 10.0})
     tracker.close()
     header, first, second = stream.getvalue().splitlines()
@@ -128,9 +128,10 @@ def test_the_header_returns(monkeypatch, tmp_path):
 def test_validation_is_its_own_line(monkeypatch, tmp_path):
     stream, tracker = piped(monkeypatch, tmp_path)
     names = {"mean": 0.5, "one_hop": 0.7, "two_hop": 0.3}
-    tracker.log(0, {f"val/f1/{name}": value for name, value in names.items()} | {"val/search_depth/mean": 1.5})
+    values = {f"val/f1/{name}": value for name, value in names.items()}
+    tracker.log(0, values | {"val/search_depth/mean": 1.5, "timing_s/testing": 14.25})
     assert stream.getvalue() == (
-        "validation  after step 0: F1 0.500  depth 1.50  (F1 by source: one_hop 0.700, two_hop 0.300)\n"
+        "validation  after step 0: F1 0.500  depth 1.50  14.2 s  (F1 by source: one_hop 0.700, two_hop 0.300)\n"
     )
 
 
@@ -163,8 +164,8 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch, tmp_path):
 
 def test_tensorboard_drops_the_steps_that_are_repeated(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for first, values in ((0, {1: 1.0, 2: 2.0, 3: 3.0}), (3, {3: 30.0, 4: 40.0})):
-        with Tracking(config("tensorboard"), tmp_path, total_steps=4, first_step=first) as tracker:
+    for done, values in ((0, {1: 1.0, 2: 2.0, 3: 3.0}), (2, {3: 30.0, 4: 40.0})):
+        with Tracking(config("tensorboard"), tmp_path, total_steps=4, resume_step=done) as tracker:
             for step, value in values.items():
                 tracker.log(step, {"critic/score/mean": value})
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
