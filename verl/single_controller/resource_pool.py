@@ -1,0 +1,87 @@
+"""Where the processes of a worker group run: Ray placement groups, held for as long as the pool."""
+
+import time
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+class ResourcePool:
+    """Room for ``n_per_node`` processes together on one node, ``nnodes`` times.
+
+    ``cpu_per_process``: CPUs, may be a fraction. With ``use_gpu`` each process takes ``gpu_fraction`` of a card; the
+    rest of the card is left for others (an engine that generates on it).
+
+    Raises ``ValueError`` for impossible numbers, or when the cluster hasn't given the room after ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        n_per_node: int = 1,
+        nnodes: int = 1,
+        use_gpu: bool = False,
+        gpu_fraction: float = 1.0,
+        cpu_per_process: float = 1.0,
+        timeout_s: float = 30.0,
+    ) -> None:
+        if n_per_node < 1 or nnodes < 1:
+            raise ValueError(f"n_per_node={n_per_node}, nnodes={nnodes}: a pool needs at least one process on one node")
+        if not 0 < gpu_fraction <= 1:
+            raise ValueError(f"gpu_fraction={gpu_fraction}: a process takes a share above 0 and up to 1 of its card")
+        if use_gpu and n_per_node > 1 and gpu_fraction <= 0.5:
+            # Ray fills a card before it opens the next one, and two ranks on one card break NCCL.
+            raise ValueError(
+                f"gpu_fraction={gpu_fraction} lets Ray put two of {n_per_node} processes on one card; "
+                f"give each more than 0.5, so that the engine takes less than half"
+            )
+        if cpu_per_process < 0:
+            raise ValueError(f"cpu_per_process={cpu_per_process} is negative; give 0 or more")
+        self.n_per_node, self.nnodes, self.use_gpu = n_per_node, nnodes, use_gpu
+        self.world_size = n_per_node * nnodes
+        self._need = {"CPU": cpu_per_process, "GPU": gpu_fraction if use_gpu else 0}
+        self._groups: list[PlacementGroup] = []
+        self._reserve(timeout_s)
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Ray ``options`` that put an actor into the place of this rank."""
+        assert self._groups, "the pool was released"
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._groups[rank // self.n_per_node],
+            placement_group_bundle_index=rank % self.n_per_node,
+        )
+        return {"num_cpus": self._need["CPU"], "num_gpus": self._need["GPU"], "scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        """Give the room back; the actors in it are killed. May be called again."""
+        groups, self._groups = self._groups, []
+        if ray.is_initialized():
+            for group in groups:
+                remove_placement_group(group)
+
+    def _reserve(self, timeout_s: float) -> None:
+        bundle = {name: amount for name, amount in self._need.items() if amount} or {"CPU": 0.001}
+        # One group a node, packed strictly: ranks of a node are neighbours, whatever the cluster's nodes look like.
+        self._groups = [placement_group([bundle] * self.n_per_node, "STRICT_PACK") for _ in range(self.nnodes)]
+        deadline = time.monotonic() + timeout_s
+        try:
+            if all(group.wait(max(0.0, deadline - time.monotonic())) for group in self._groups):
+                return
+            there = _what_there_is()
+        except BaseException:
+            self.release()
+            raise
+        self.release()
+        raise ValueError(
+            f"Ray gave no room within {timeout_s:g} s for {self.nnodes} x {self.n_per_node} processes of {bundle} "
+            f"each, those of a node together; it has {there}. Lower trainer.n_gpus_per_node or trainer.nnodes, raise "
+            f"ray.num_cpus, or stop what else runs on that Ray"
+        )
+
+
+def _what_there_is() -> str:
+    free = ray.available_resources()
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    sizes = "; ".join(f"CPU {node.get('CPU', 0):g}, GPU {node.get('GPU', 0):g}" for node in nodes)
+    return f"{len(nodes)} node(s) ({sizes}), of which CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g} are free"
