@@ -127,3 +127,24 @@ def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return whole
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move a model's shards; nothing where they are there already."""
+    if next(model.parameters()).device.type != device.type:
+        model.to(device)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the moments. Step counters stay: Adam keeps them on the CPU."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if value.dim():
+                state[key] = value.to(device)
+
+
+def make_deterministic() -> None:
+    """One thread and deterministic kernels: the same inputs give the same bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
