@@ -5,9 +5,9 @@
 #   bash scripts/env.sh [run|test]     set up only, and print the environment's folder
 #
 # `test` adds pytest and ruff; a GPU (`nvidia-smi -L`) adds vllm. An active virtual or conda environment that satisfies
-# the pins is used as it is and never written to; otherwise everything goes into .venv in the repository root. PYTHON=/path
-# chooses the interpreter. A part is stamped when it is complete, so a start with nothing to do calls no pip; a set-up
-# that was killed leaves `.unfinished` behind and is done afresh, because half a package can look whole to pip.
+# the pins is used as it is and never written to; otherwise everything goes into .venv in the repository root, made with
+# PYTHON=/path if that is set. A part is stamped when it is complete, so a start with nothing to do calls no pip. A
+# set-up that was killed leaves `.unfinished` behind and is done afresh, because half a package can look whole to pip.
 
 miniresearcher_has_gpu() {
     command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU '
@@ -21,11 +21,11 @@ miniresearcher_profile() { # of a command line: nothing if it names a profile, e
     if miniresearcher_has_gpu; then echo profile=a100_80g; else echo profile=cpu_demo; fi
 }
 
-if [ "${BASH_SOURCE[0]}" != "$0" ]; then # sourced: a child does the work, so its failure can't end this shell
+if [ "${BASH_SOURCE[0]}" != "$0" ]; then # sourced: a child does the work, its failure can't end this shell
     miniresearcher_prefix="$(bash "${BASH_SOURCE[0]}" "$@")" || return 1
     export PATH="$miniresearcher_prefix/bin:$PATH"
     [ ! -e "$miniresearcher_prefix/pyvenv.cfg" ] || export VIRTUAL_ENV="$miniresearcher_prefix"
-    # Before site-packages, so that another package named `verl` in an environment of the user's can't stand in for ours.
+    # Before site-packages, so that another `verl` in an environment of the user's can't stand in for ours.
     miniresearcher_root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
     case ":${PYTHONPATH:-}:" in
         *":$miniresearcher_root:"*) ;;
@@ -51,7 +51,7 @@ die() {
     exit 1
 }
 
-# ---- what is there -------------------------------------------------------------------------------------------------
+# ---- what is there ---------------------------------------------------------------------------------------------------
 
 shortfall() { # of an interpreter: nothing and true when it has every pin, else what is missing
     local part files=()
@@ -87,7 +87,7 @@ find_python() {
             "On Debian or Ubuntu: apt install $(basename -- "$without_venv")-venv, then run this again."
     fi
     die "Python 3.11 to 3.14 is needed; found: $(python3 --version 2>/dev/null || echo none)." \
-        "Install one (apt install python3.11 python3.11-venv, brew install python@3.11, conda create -n py311 python=3.11)" \
+        "Install one (apt install python3.11 python3.11-venv, brew install python@3.11, or conda create python=3.11)" \
         "or point at it: PYTHON=/path/to/python3.11 bash $0"
 }
 
@@ -187,10 +187,16 @@ install_flash_attn() { # worth having, never worth failing for: without it atten
     if ! command -v nvcc >/dev/null 2>&1; then
         say "flash-attn needs nvcc to build, and there is none: attention uses PyTorch's SDPA instead"
     elif ! may_fail=1 phase "flash-attn (optional; builds for up to 20 minutes)" \
-        timeout 1200 "$venv/bin/python" -m pip install -q --no-build-isolation --no-compile flash-attn==2.8.3.post2; then
+        timeout 1200 "$venv/bin/python" -m pip install --no-build-isolation flash-attn==2.8.3.post2; then
         say "flash-attn did not build (see $log): attention uses PyTorch's SDPA instead"
     fi
     : >"$venv/.flash-attn-tried"
+}
+
+interrupted() {
+    [ -z "$child" ] || kill "$child" 2>/dev/null || true
+    say "interrupted; run this again to go on"
+    exit 130
 }
 
 set_up() {
@@ -200,7 +206,7 @@ set_up() {
     say "setting up ${parts[*]} in $venv"
     : >"$log"
     child=
-    trap '[ -z "$child" ] || kill "$child" 2>/dev/null; say "interrupted; run this again to go on"; exit 130' INT TERM HUP
+    trap interrupted INT TERM HUP
     create_venv
     export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off PYTHONNOUSERSITE=1
     for part in "${parts[@]}"; do files+=(-r "$root/$part"); done
