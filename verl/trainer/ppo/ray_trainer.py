@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 from scrl.types import Episode
 from verl.protocol import DataProto
@@ -36,6 +35,7 @@ from verl.trainer.ppo.rollout_pool import RolloutPool
 from verl.utils.behavior_monitor import BehaviorMonitor
 from verl.utils.checkpoint import CheckpointManager, load_json, rng_state, save_json, set_rng_state
 from verl.utils.dataset import Question, QuestionStream, RLHFDataset
+from verl.utils.tokenizer import load_tokenizer
 from verl.utils.tracking import Tracking
 from verl.workers.fsdp_workers import ActorRefWorker
 from verl.workers.reward_manager.naive import NaiveRewardManager, shaping_warning
@@ -116,18 +116,30 @@ class RayPPOTrainer:
         self.start_workers()
         self.resume(found)
         self.dir.mkdir(parents=True, exist_ok=True)
-        (self.dir / "config.yaml").write_text(config_to_yaml(self.config), encoding="utf-8")
+        name = "val_config.yaml" if trainer.val_only else "config.yaml"
+        (self.dir / name).write_text(config_to_yaml(self.config), encoding="utf-8")
         total = self.step if trainer.val_only else self.total_steps
-        with (
-            Tracking(self.config, self.dir, total_steps=total, resume_step=self.step) as tracking,
-            self._on_interrupt(),
-        ):
-            try:
-                self._loop(tracking, total)
-            except KeyboardInterrupt:
-                self.save()
-                self.tracking.say(f"interrupted; step {self.step} is saved, the same command goes on from there")
-                raise
+        with Tracking(self.config, self.dir, total_steps=total, resume_step=self.step) as self.tracking:
+            with self._on_interrupt():
+                self._announce(found)
+                try:
+                    self._loop(total)
+                except KeyboardInterrupt:
+                    if trainer.val_only:
+                        raise
+                    self.save()
+                    raise KeyboardInterrupt(f"step {self.step} is saved; the same command goes on from there") from None
+
+    def _announce(self, found: Path | None) -> None:
+        """What is about to run, in a few lines."""
+        config, data = self.config, self.config.data
+        say = self.tracking.say
+        say(f"policy {config.actor_rollout_ref.model.path}: {self.parameters}")
+        if self.train_set:
+            episodes = f"{data.train_batch_size} x {config.agent_grpo.n} episodes a step"
+            say(f"{len(self.train_set)} training questions, {episodes}")
+        say(f"{len(self.val_set)} validation questions; search_engine={config.search_engine}")
+        say(f"writing to {self.dir}" + (f", going on from {found.name}" if found else ""))
 
     def _loop(self, total: int) -> None:
         trainer = self.config.trainer
@@ -392,17 +404,3 @@ class RayPPOTrainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def load_tokenizer(path: str) -> Any:
-    """Raises ValueError for a folder or name that holds none."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"actor_rollout_ref.model.path={path!r} holds no tokenizer ({reason}); give a model's folder or name"
-        ) from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer

@@ -1,0 +1,56 @@
+"""The rollout worker as a Ray actor: wiring only. An engine, and beside it the episode loop and the search handler."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from scrl.handler.config import HandlerConfig
+from scrl.handler.handler import SearchHandler
+from scrl.llm_agent.generation import GenerationSettings, LLMGenerationManager
+from scrl.types import Episode, EpisodeRequest
+from verl.trainer.config.schema import Config
+from verl.utils.tokenizer import load_tokenizer
+from verl.workers.rollout import build_engine
+
+
+class RolloutWorker:
+    """Plays episodes with the weights it was last given. Its methods are coroutines: many calls run side by side."""
+
+    def __init__(self, config: Config, worker_index: int) -> None:
+        """Raises ValueError for a model path, a search engine or limits that can't work."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            torch.set_num_threads(1)  # several processes with several threads each slow one another tenfold
+        rollout, search = config.actor_rollout_ref.rollout, config.search
+        self._index = worker_index
+        self._handler = SearchHandler(HandlerConfig.from_config(config))
+        self._engine = build_engine(config, device)
+        self._manager = LLMGenerationManager(
+            self._engine,
+            load_tokenizer(config.actor_rollout_ref.model.path),
+            self._handler,
+            GenerationSettings(
+                max_model_len=rollout.max_model_len,
+                max_response_length=config.data.max_response_length,
+                max_turn_tokens=rollout.max_turn_tokens,
+                max_obs_length=search.max_obs_length,
+                tools=config.tools,
+                tool_timeout_s=search.timeout_s,
+            ),
+        )
+
+    async def ready(self) -> dict[str, Any]:
+        return {"worker": self._index, "version": self._engine.version}
+
+    async def generate(self, requests: Sequence[EpisodeRequest]) -> list[Episode]:
+        """The requests' episodes, in their order; one that failed has finish ``error``."""
+        return await self._manager.run(requests)
+
+    async def update_weights(self, weights: dict[str, Any], version: int) -> int:
+        """``weights``: what ``ActorRefWorker.export_weights`` gave. Returns the version now held."""
+        await self._engine.update_weights(weights, version)
+        return self._engine.version
+
+    async def metrics(self) -> dict[str, float]:
+        return {**self._engine.metrics(), **self._handler.metrics()}
