@@ -43,7 +43,11 @@ class RolloutEngine(Protocol):
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Completion: ...
 
     async def update_weights(self, weights: dict[str, Any], version: int) -> None:
-        """``weights``: name -> CPU tensor; an adapter (PEFT names) or, in full fine-tuning, all parameters."""
+        """``weights``: {"weights": name -> CPU tensor, "peft_config": dict or None}, as the actor exports them.
+
+        With a ``peft_config`` they are an adapter's (PEFT names), without one all parameters. Once this returns,
+        ``version`` is the new one; a batch under way is finished with the old weights first.
+        """
 
     def begin_episode(self) -> None:
         """One more episode is alive and will ask for a completion, unless it waits for a tool."""

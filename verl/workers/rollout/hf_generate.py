@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from verl.workers.rollout.base import SamplingParams
 
 ATTENTION = "grouped_sdpa"
-_PREFILL_TOKENS = 4096  # padded tokens of one prefill forward, unless a single row is longer; bounds its memory
+_PREFILL_TOKENS = 2048  # padded tokens of one prefill forward, unless a single row is longer; bounds its memory
 
 
 @dataclass

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from scrl.llm_agent.generation import GenerationSettings, LLMGenerationManager, 
 from scrl.types import EpisodeRequest, ToolCall, ToolResult
 from verl.workers.rollout.base import Completion, SamplingParams
 
+ROOT = Path(__file__).parents[4]
 SETTINGS = GenerationSettings(max_model_len=4000, max_response_length=3000, max_turn_tokens=400, max_obs_length=300)
 SEARCH = 'need it</think>\n<tool_call>{"name": "web_search", "arguments": {"query": ["film x"]}}</tool_call>'
 ANSWER = "known</think><answer>Paris</answer>"
@@ -332,3 +336,9 @@ def test_seeds_are_stable_and_all_different(tokenizer):
     assert [p.seed for p in params] == [turn_seed(5, "u", 0, 0), turn_seed(5, "u", 0, 1)]
     assert [p.order for p in params] == [("u", 0, 0), ("u", 0, 1)]
     assert {(p.temperature, p.top_p, p.top_k) for p in params} == {(0.5, 0.9, 3)}
+
+
+def test_the_loop_needs_neither_torch_nor_ray():
+    code = "import sys, scrl.llm_agent.generation; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
+    assert out.stdout.strip() == "[]"
