@@ -80,8 +80,8 @@ def peft_config_dict(model: PeftModel) -> dict[str, Any]:
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
     """The base model's function inside, whatever adapter sits on it: the frozen reference policy, for free.
 
-    PEFT's own ``disable_adapter`` also takes ``requires_grad`` from the adapter; FSDP reads that at the first forward
-    to learn what it must reduce, so a first forward of the reference would leave the adapter without gradients.
+    PEFT's own ``disable_adapter`` also takes ``requires_grad`` from the adapter. FSDP reads that at the first forward
+    to learn the gradients' dtype: were the reference first, the backward of a bfloat16 policy would fail.
     """
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     assert layers, "no adapter to switch off"

@@ -1,0 +1,230 @@
+"""The actor as real Ray workers over FSDP: 1 rank against 2, checkpoints, export, reference."""
+
+import json
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, ResourcePool, WorkerGroup, connect, register
+from verl.trainer.config.schema import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    AgentGrpoConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RayConfig,
+    TrainerConfig,
+)
+from verl.workers.fsdp_workers import ActorRefWorker
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers can't import this file
+B, P, R, V = 7, 6, 12, 128  # 7 episodes: 2 ranks need a pad row
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():  # the default initialisation is nearly uniform in its output
+        torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() == 2 else None
+    folder = tmp_path_factory.mktemp("a model")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+class BreakableWorker(ActorRefWorker):
+    @register(Dispatch.ONE_TO_ALL)
+    def poison(self, rank: int, on: bool) -> None:
+        """From now on the last hidden states of this rank are NaN, or no longer."""
+        if self.rank == rank and on:
+            norm = self.policy.get_base_model().model.norm
+            self.hook = norm.register_forward_hook(lambda module, args, output: output * float("nan"))
+        elif self.rank == rank:
+            self.hook.remove()
+
+
+@pytest.fixture(scope="module")
+def groups(model_path):
+    """1 rank and 2 ranks of the same run, each with its adapter."""
+    config = make_config(model_path)
+    with connect(RayConfig(num_cpus=4)):
+        pools = [ResourcePool(n, cpu_per_process=0.5) for n in (1, 2)]
+        made = [WorkerGroup(BreakableWorker, pool, config, env_vars={"OMP_NUM_THREADS": "1"}) for pool in pools]
+        for group in made:
+            group.init_model()
+        yield made
+        for group, pool in zip(made, pools, strict=True):
+            group.shutdown()
+            pool.release()
+
+
+def make_config(path):
+    actor = ActorConfig(
+        ppo_mini_batch_size=B,
+        ppo_max_token_len_per_gpu=30,  # several micro-batches, not as many on both ranks
+        entropy_coeff=0.01,
+        kl_loss_coef=0.1,
+        optim=OptimConfig(lr=1e-2),
+    )
+    model = ModelConfig(path=path, lora_rank=4, lora_alpha=8)
+    return Config(
+        data=DataConfig(max_response_length=R),
+        actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor),
+        agent_grpo=AgentGrpoConfig(n=1),
+        trainer=TrainerConfig(deterministic=True),
+    )
+
+
+def episodes(seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, V, (B, P + R), generator=gen)
+    prompt = torch.randint(1, P + 1, (B, 1), generator=gen)
+    response = torch.randint(4, R + 1, (B, 1), generator=gen)
+    columns = torch.arange(P + R)
+    attention = (columns >= P - prompt) & (columns < P + response)
+    mask = attention[:, P:] & (torch.rand(B, R, generator=gen) < 0.6)
+    mask[:, 0], mask[4:6] = True, False  # failed episodes: the second rank has less to do
+    noise = torch.randn(3, B, R, generator=gen)
+    tensors = {
+        "input_ids": ids * attention,
+        "attention_mask": attention.long(),
+        "response_mask": mask.float(),
+        "old_log_probs": (-5 + 0.1 * noise[0]) * mask,
+        "ref_log_prob": (-5 + 0.1 * noise[1]) * mask,
+        "advantages": noise[2] * mask,
+    }
+    return DataProto.from_dict(tensors, {}, {"temperature": 0.7})
+
+
+def weights(group):
+    return group.export_weights()["weights"]
+
+
+def restart(group, folder):
+    """The adapter back to where ``folder`` was written."""
+    group.load_checkpoint(str(folder))
+
+
+@pytest.fixture
+def start(groups, tmp_path):
+    """Both groups at the same trained adapter (B is not 0), written by one rank."""
+    groups[0].update_actor(episodes(99))
+    groups[0].save_checkpoint(str(tmp_path))
+    for group in groups:
+        restart(group, tmp_path)
+    return tmp_path
+
+
+def assert_close(left, right, **tolerance):
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+def test_both_begin_with_the_same_adapter(groups):
+    first, second = (group.export_weights() for group in groups)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    assert first["weights"][name].abs().sum() > 0 and len(first["weights"]) == 2 * 4 * 2
+    assert_close(first["weights"], second["weights"], atol=0, rtol=0)
+    assert first["peft_config"] == second["peft_config"] and first["peft_config"]["r"] == 4
+
+
+def test_log_probs_are_those_of_transformers(groups, start, model_path):
+    data = episodes()
+    one, two = (group.compute_log_prob(data) for group in groups)
+    for name in ("old_log_probs", "entropys"):
+        torch.testing.assert_close(one.batch[name], two.batch[name], atol=1e-5, rtol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    reference = groups[1].compute_ref_log_prob(data).batch["ref_log_prob"]
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), start / "adapter")
+    for model, got in ((base, reference), (adapted, one.batch["old_log_probs"])):
+        for row in range(B):
+            keep = data.batch["attention_mask"][row].bool()
+            ids, prompt = data.batch["input_ids"][row][keep], int(keep[:P].sum())
+            with torch.no_grad():
+                log_p = torch.log_softmax(model(input_ids=ids[None]).logits[0] / 0.7, -1)
+            expected = log_p[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0]
+            mask = data.batch["response_mask"][row, : len(expected)]
+            torch.testing.assert_close(got[row, : len(expected)], expected * mask, atol=1e-4, rtol=1e-4)
+
+
+def test_same_loss_gradient_and_weights_on_1_and_2_ranks(groups, start):
+    before = weights(groups[0])
+    for step in range(3):
+        one, two = (group.update_actor(episodes(step)).meta_info["metrics"] for group in groups)
+        assert one["actor/grad_norm"] > 0.01
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
+    after = weights(groups[0])
+    assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
+    assert_close(weights(groups[1]), after, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resume_is_bit_equal(groups, start, tmp_path, ranks):
+    group, folder = groups[ranks - 1], tmp_path / "checkpoint"
+    folder.mkdir()
+    group.update_actor(episodes(0))
+    group.save_checkpoint(str(folder))
+    saved = weights(group)
+    first = group.update_actor(episodes(1)).meta_info["metrics"]
+    went_on = weights(group)
+    restart(group, folder)
+    assert_close(weights(group), saved, atol=0, rtol=0)
+    assert group.update_actor(episodes(1)).meta_info["metrics"] == first
+    assert_close(weights(group), went_on, atol=0, rtol=0)
+
+
+def test_resume_on_another_number_of_ranks(groups, start, tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    one, two = groups
+    two.update_actor(episodes(0))
+    two.save_checkpoint(str(folder))
+    restart(one, folder)
+    assert_close(weights(one), weights(two), atol=0, rtol=0)
+    one.update_actor(episodes(1)), two.update_actor(episodes(1))
+    assert_close(weights(one), weights(two), atol=1e-5, rtol=1e-3)
+
+
+def test_nothing_in_a_checkpoint_is_pickled(start):
+    files = {str(path.relative_to(start)) for path in start.rglob("*") if path.is_file()}
+    assert files == {
+        "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors",
+        "optimizer.safetensors",
+        "actor.json",
+    }
+    assert json.loads((start / "actor.json").read_text())["steps"] >= 1
+
+
+def test_nan_logits_on_one_rank_skip_the_step_on_both(groups, start):
+    before = weights(groups[1])
+    data = episodes()
+    groups[1].poison(1, True)
+    metrics = groups[1].update_actor(data).meta_info["metrics"]
+    sampled = int(data.batch["response_mask"][4:].sum())  # the second rank's rows
+    assert metrics["stability/skipped_steps"] == 1
+    assert metrics["stability/logits_nonfinite"] >= sampled * V  # and the token of each empty micro-batch
+    assert_close(weights(groups[1]), before, atol=0, rtol=0)
+    groups[1].update_actor(data)
+    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row .* not finite is logits"):
+        groups[1].update_actor(data)
+    groups[1].poison(1, False)
+    metrics = groups[1].update_actor(data).meta_info["metrics"]
+    assert metrics["stability/skipped_steps"] == 0 and metrics["stability/logits_nonfinite"] == 0
