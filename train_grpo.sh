@@ -8,7 +8,7 @@
 # The same command resumes a run that was stopped. Keys: verl/trainer/config/ppo_trainer.yaml.
 #
 # Several machines: run it on each one with PET_NODE_RANK, PET_NNODES and MASTER_ADDR set (torchrun's launchers do) and
-# the same RAY_AUTH_TOKEN; rank 0 trains, the others join its Ray. Or start Ray yourself and run it on one machine.
+# the same RAY_AUTH_TOKEN; rank 0 trains, the others join its Ray. Or start Ray yourself, and run it on one machine.
 set -euo pipefail
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
 
@@ -26,6 +26,17 @@ port="${RAY_PORT:-6379}"
 export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 # Processes with several threads each on few cores slow one another tenfold.
 miniresearcher_has_gpu || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+if [ "$rank" -gt 0 ] || { [ "${PET_NNODES:-1}" -gt 1 ] && [ -z "${RAY_ADDRESS:-}" ]; }; then
+    # Whoever reaches a Ray without tokens can run any code there.
+    if [ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ] || [ -e "$HOME/.ray/auth_token" ]; then
+        export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+    elif [ "${RAY_AUTH_MODE:-}" != disabled ]; then
+        echo "Ray across machines needs a token: export the same RAY_AUTH_TOKEN on each (openssl rand -hex 32 makes one)," \
+            "or RAY_AUTH_MODE=disabled in a network where you trust everyone" >&2
+        exit 1
+    fi
+fi
 
 if [ "$rank" -gt 0 ]; then
     if [ -z "${MASTER_ADDR:-}" ]; then

@@ -5,9 +5,10 @@
 #   bash scripts/env.sh [run|test]     set up only, and print the environment's folder
 #
 # `test` adds pytest and ruff; a GPU (`nvidia-smi -L`) adds vllm. An active virtual or conda environment that satisfies
-# the pins is used as it is and never written to; otherwise everything goes into .venv in the repository root, made with
-# PYTHON=/path if that is set. A part is stamped when it is complete, so a start with nothing to do calls no pip. A
-# set-up that was killed leaves `.unfinished` behind and is done afresh, because half a package can look whole to pip.
+# the pins is used as it is and never written to; otherwise everything goes into .venv in the repository root, or into
+# MINIRESEARCHER_VENV, made with PYTHON=/path if that is set. A part is stamped when it is complete, so a start with
+# nothing to do calls no pip. A set-up that was killed leaves `.unfinished` behind and is done afresh, because half a
+# package can look whole to pip.
 
 miniresearcher_has_gpu() {
     command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU '
@@ -39,7 +40,11 @@ set -euo pipefail
 unset PYTHONPATH PYTHONHOME
 
 root="$(cd -- "$(dirname -- "$0")/.." && pwd -P)"
-venv="$root/.venv"
+venv="${MINIRESEARCHER_VENV:-$root/.venv}"
+case "$venv" in *[[:space:]]*) # Ray starts its workers through a shell and doesn't quote their interpreter
+    venv="${XDG_CACHE_HOME:-${HOME:-}/.cache}/miniresearcher/venv-$(printf '%s' "$root" | cksum | cut -d ' ' -f 1)"
+    ;;
+esac
 log="$venv/setup.log"
 wait_limit_s=3600
 
@@ -50,6 +55,12 @@ die() {
     for line in "$@"; do printf '      %s\n' "$line" >&2; done
     exit 1
 }
+
+case "$venv" in *[[:space:]]*)
+    die "Ray can't start workers from a path with a space, and both $root and $venv have one." \
+        "Name a folder without: export MINIRESEARCHER_VENV=/path/for/the/environment"
+    ;;
+esac
 
 # ---- what is there ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +178,7 @@ create_venv() {
         say "the last set-up was interrupted; starting afresh (pip's cache keeps what it had downloaded)"
         wipe
     elif compgen -G "$venv/.stamp-*" >/dev/null && ! grep -qF -- " $venv" "$venv/pyvenv.cfg" 2>/dev/null; then
-        say ".venv was made for another place; starting afresh"
+        say "$venv was made for another place; starting afresh"
         wipe
     elif [ -e "$venv/bin" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         : >"$venv/.unfinished"
@@ -230,7 +241,11 @@ if [ -e "$venv/.stamp-requirements-gpu.txt" ] || miniresearcher_has_gpu; then pa
 
 active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
 if [ -n "$active" ] && ! [ "$active" -ef "$venv" ] && [ -x "$active/bin/python" ]; then
-    if missing="$(shortfall "$active/bin/python")"; then
+    case "$active" in
+        *[[:space:]]*) missing="Ray can't start workers from a path with a space" ;;
+        *) missing="$(shortfall "$active/bin/python")" || true ;;
+    esac
+    if [ -z "$missing" ]; then
         say "using the active environment $active"
         printf '%s\n' "$active"
         exit 0
@@ -238,7 +253,7 @@ if [ -n "$active" ] && ! [ "$active" -ef "$venv" ] && [ -x "$active/bin/python" 
 fi
 
 if ! up_to_date; then
-    [ -z "${missing:-}" ] || say "the active environment $active does not fit ($missing); using .venv instead"
+    [ -z "${missing:-}" ] || say "the active environment $active does not fit ($missing); using an own one"
     python="$(find_python)"
     set_up
     case " ${parts[*]} " in *gpu*) install_flash_attn ;; esac

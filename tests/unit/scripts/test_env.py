@@ -43,11 +43,10 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 class Repository:
     """A folder with the real scripts, whose pins are tiny wheels beside it."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.venv = root / ".venv"
-        wheels, self.bin = root.parent / "wheels", root.parent / "bin"
-        for folder in (root / "scripts", root / "verl" / "trainer", wheels, self.bin):
+    def __init__(self, base: Path, folder: str = "repo") -> None:
+        self.root = root = base / folder
+        wheels, self.bin, self.home = (base / name for name in ("wheel house", "bin", "home"))
+        for folder in (root / "scripts", root / "verl" / "trainer", wheels, self.bin, self.home):
             folder.mkdir(parents=True)
         for name in ("scripts/env.sh", "scripts/check_pins.py", "train_grpo.sh"):
             shutil.copy(ROOT / name, root / name)
@@ -61,15 +60,23 @@ class Repository:
         self.write("pyproject.toml", '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n')
         self.write("verl/trainer/main_ppo.py", TRAINER)
         self.gpus(0)
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PET_"))}
-        for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHON", "OMP_NUM_THREADS"):
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PET_", "RAY_"))
+        }
+        for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHON", "OMP_NUM_THREADS", "XDG_CACHE_HOME"):
             self.environment.pop(name, None)
         self.environment |= {
             "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "HOME": str(self.home),
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": wheels.as_uri(),  # a plain path would be split at its space
         }
+
+    @property
+    def venv(self) -> Path:
+        """In the repository, or outside where its path has a space."""
+        return next((self.home / ".cache" / "miniresearcher").glob("venv-*"), self.root / ".venv")
 
     def write(self, name: str, text: str) -> None:
         (self.root / name).write_text(text, encoding="utf-8")
@@ -106,7 +113,7 @@ class Repository:
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Repository:
     """Nothing set up yet; a space in the path."""
-    return Repository(tmp_path_factory.mktemp("env") / "with a space" / "repo")
+    return Repository(tmp_path_factory.mktemp("env"), "with a space")
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +136,7 @@ def test_two_at_once_set_up_once(repo: Repository, first_two: list[tuple[int, st
     assert sum("2/3 packages" in err for _, _, err in first_two) == 1
     assert sum("waiting for it" in err for _, _, err in first_two) == 1
     assert repo.python("import tinydep, verl; print(tinydep.version)") == "1.0"
+    assert " " not in str(repo.venv)  # Ray can't start a worker from there
 
 
 def test_next_start_calls_no_pip(repo: Repository) -> None:
@@ -155,17 +163,32 @@ def test_trainer_gets_arguments_and_directory_as_given(repo: Repository) -> None
 
 
 def test_rank_above_zero_needs_an_address(repo: Repository) -> None:
-    code, out, err = repo.run(str(repo.root / "train_grpo.sh"), PET_NODE_RANK="1")
+    code, out, err = repo.run(str(repo.root / "train_grpo.sh"), PET_NODE_RANK="1", RAY_AUTH_TOKEN="0" * 64)
     assert (code, out) == (1, "")
     assert "export MASTER_ADDR" in err
 
 
+@pytest.mark.parametrize("node", [{"PET_NODE_RANK": "1"}, {"PET_NNODES": "2"}])
+def test_several_machines_need_a_token(repo: Repository, node: dict[str, str]) -> None:
+    code, out, err = repo.run(str(repo.root / "train_grpo.sh"), MASTER_ADDR="127.0.0.1", **node)
+    assert (code, out) == (1, "")
+    assert "export the same RAY_AUTH_TOKEN" in err
+
+
 def test_fitting_active_environment_is_used_as_it_is(repo: Repository, tmp_path: Path) -> None:
-    other = Repository(tmp_path / "other")
+    other = Repository(tmp_path)
     code, out, err = other.set_up(VIRTUAL_ENV=str(repo.venv))
     assert (code, out.strip()) == (0, str(repo.venv))
     assert "using the active environment" in err
     assert not other.venv.exists()
+
+
+def test_path_with_a_space_is_never_used(repo: Repository, tmp_path: Path) -> None:
+    other, spaced = Repository(tmp_path), tmp_path / "a space"
+    spaced.symlink_to(repo.venv)
+    code, out, err = other.set_up(VIRTUAL_ENV=str(spaced), MINIRESEARCHER_VENV=str(tmp_path / "x y"), HOME="a home")
+    assert (code, out) == (1, "")
+    assert "export MINIRESEARCHER_VENV=" in err
 
 
 def test_part_is_added_to_what_is_there_and_a_new_pin_is_followed(repo: Repository) -> None:
@@ -216,7 +239,7 @@ def test_killed_set_up_is_repaired(repo: Repository) -> None:
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    other = Repository(tmp_path / "other")
+    other = Repository(tmp_path)
     other.venv.write_text("a file where the folder should be")
     code, _, err = other.set_up()
     assert code == 1
@@ -224,7 +247,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_old_python_gets_a_remedy(tmp_path: Path) -> None:
-    other = Repository(tmp_path / "other")
+    other = Repository(tmp_path)
     for tool in ("bash", "cat", "cmp", "dirname", "basename"):
         (other.bin / tool).symlink_to(shutil.which(tool) or "")
     (other.bin / "python3").write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.8.1 || exit 1\n')
@@ -236,6 +259,6 @@ def test_old_python_gets_a_remedy(tmp_path: Path) -> None:
 
 
 def test_unknown_purpose_is_refused(tmp_path: Path) -> None:
-    code, _, err = Repository(tmp_path / "other").set_up("tests")
+    code, _, err = Repository(tmp_path).set_up("tests")
     assert code == 1
     assert "unknown purpose 'tests'" in err
