@@ -227,4 +227,4 @@ def test_nan_logits_on_one_rank_skip_the_step_on_both(groups, start):
         groups[1].update_actor(data)
     groups[1].poison(1, False)
     metrics = groups[1].update_actor(data).meta_info["metrics"]
-    assert metrics["stability/skipped_steps"] == 0 and metrics["stability/logits_nonfinite"] == 0
+    assert metrics["stability/skipped_steps"] == 0 and metrics["actor/grad_norm"] > 0
