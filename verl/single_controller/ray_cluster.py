@@ -1,6 +1,7 @@
 """Use the Ray that runs, or run one for as long as a training lasts."""
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -57,7 +58,7 @@ def connect(config: RayConfig | None = None) -> Iterator[RayConnection]:
         if address is None:
             _start_local(config, undo)
         else:
-            undo.callback(_shutdown)
+            undo.push(_shutdown)
         yield RayConnection(ray.get_runtime_context().gcs_address, local=address is None)
 
 
@@ -90,6 +91,7 @@ def _attach() -> str | None:
 
 def _try_init(address: str) -> str | None:
     """Connect; returns why not, or None."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
     # Ray looks for its token by itself only where it finds the cluster by itself. A cluster without tokens ignores it.
     with_token = maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     python_path = {"PYTHONPATH": _python_path()}
@@ -138,7 +140,7 @@ def _start_local(config: RayConfig, undo: contextlib.ExitStack) -> None:
     undo.callback(setattr, ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)
     ray_constants.ENABLE_RAY_CLUSTER = False  # it read the variable when it was imported
     _ensure_token()
-    undo.callback(_shutdown)
+    undo.push(_shutdown)
     ray.init(
         "local",
         num_cpus=config.num_cpus,
@@ -176,15 +178,18 @@ def _show_output() -> bool:
     return os.environ.get("RAY_LOG_TO_DRIVER", "0") not in ("", "0", "false")
 
 
-def _shutdown() -> None:
-    """Disconnect; end a local Ray and remove its folder. A second Ctrl-C would leave its processes behind: not now."""
+def _shutdown(error_type: type[BaseException] | None, *_: object) -> None:
+    """Disconnect; end a local Ray, and remove its logs unless the block failed.
+
+    A second Ctrl-C here would leave processes behind: it is ignored.
+    """
     signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
     node = ray._private.worker.global_worker.node
     folder = node.get_session_dir_path() if node is not None and node.is_head() else None
     try:
         ray.shutdown()
-        if folder:
+        if folder and (error_type is None or not issubclass(error_type, Exception)):
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         for number, handler in before.items():

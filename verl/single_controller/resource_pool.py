@@ -9,7 +9,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 class ResourcePool:
-    """Room for ``n_per_node`` processes together on one node, ``nnodes`` times.
+    """Room for ``n_per_node`` processes together on one node, ``nnodes`` times: for one worker group at a time.
 
     ``cpu_per_process``: CPUs, may be a fraction. With ``use_gpu`` each process takes ``gpu_fraction`` of a card; the
     rest of the card is left for others (an engine that generates on it).
@@ -40,6 +40,7 @@ class ResourcePool:
             raise ValueError(f"cpu_per_process={cpu_per_process} is negative; give 0 or more")
         self.n_per_node, self.nnodes, self.use_gpu = n_per_node, nnodes, use_gpu
         self.world_size = n_per_node * nnodes
+        self.holder: str | None = None  # the worker group that fills it
         self._need = {"CPU": cpu_per_process, "GPU": gpu_fraction if use_gpu else 0}
         self._groups: list[PlacementGroup] = []
         self._reserve(timeout_s)

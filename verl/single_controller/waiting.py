@@ -1,5 +1,6 @@
 """Waiting on remote calls: always with a deadline, and the first failure at once."""
 
+import re
 import time
 from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
@@ -43,7 +44,9 @@ def _result(ref: ray.ObjectRef, where: str, timeout_s: float) -> Any:
     except RayTaskError as error:
         raise _original(error, where) from None
     except RayActorError as error:
-        raise WorkerDied(f"{where}: the worker's process died ({_first_line(error)})") from None
+        raise WorkerDied(
+            f"{where}: the worker's process died ({_first_line(error)}); its last words are in {_logs()}"
+        ) from None
     except GetTimeoutError:
         raise TimeoutError(f"{where}: the answer is ready but didn't arrive within {timeout_s:g} s") from None
     except RayError as error:
@@ -55,8 +58,14 @@ def _original(error: RayTaskError, where: str) -> BaseException:
     # A cause that can't be pickled is lost on the way; Ray then gives another of its own errors.
     if not isinstance(cause, BaseException) or isinstance(cause, RayError):
         cause = RuntimeError(f"{where}: {_first_line(error)}")
-    cause.add_note(f"raised by {where}; there:\n{error.traceback_str}")
+    there = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours it
+    cause.add_note(f"raised by {where}; there:\n{there}")
     return cause.with_traceback(None)
+
+
+def _logs() -> str:
+    node = ray._private.worker.global_worker.node
+    return f"{node.get_logs_dir_path()}/worker-*.err of its machine" if node is not None else "Ray's log folder"
 
 
 def _first_line(error: BaseException) -> str:

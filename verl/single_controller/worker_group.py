@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import ray
+from ray import cloudpickle
 
 from verl.single_controller.dispatch import DISPATCH, Dispatch, registered_methods
 from verl.single_controller.resource_pool import ResourcePool
@@ -20,8 +20,8 @@ from verl.single_controller.worker import Worker
 class WorkerGroup:
     """``pool.world_size`` processes, each with one ``worker_cls(*args, **kwargs)``.
 
-    Registered methods of ``worker_cls`` are called on the group as on a worker: ``group.update_actor(batch)`` dispatches
-    to the ranks as the method's ``@register`` says, waits, and returns the joined answer.
+    Registered methods of ``worker_cls`` are called on the group as on a worker: ``group.update_actor(batch)`` goes to
+    the ranks as the method's ``@register`` says, waits, and returns the joined answer.
 
     ``env_vars`` are set when the processes start (OMP_NUM_THREADS is read once, when a library loads).
     ``start_timeout_s`` and ``timeout_s`` are the deadlines of the start and of each call.
@@ -45,6 +45,9 @@ class WorkerGroup:
         self._name = worker_cls.__name__
         self._timeout_s = timeout_s
         self._broken: Exception | None = None
+        if pool.holder is not None:
+            raise ValueError(f"the pool is filled by a {pool.holder} group; shut that down, or make another pool")
+        self._pool, pool.holder = pool, self._name
         # Ray labels a process and its log lines with the actor's class: name it after the worker it hosts.
         host = ray.remote(type(self._name, (_Host,), {}))
         runtime_env = {"env_vars": dict(env_vars or {})}
@@ -60,7 +63,6 @@ class WorkerGroup:
 
     def _start(self, pool: ResourcePool, recipe: bytes, timeout_s: float) -> None:
         places = self._wait([host.place.remote() for host in self._hosts], "start", timeout_s)
-        self._processes = [place["pid"] for place in places]
         shared = {
             "WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": places[0]["address"],
@@ -108,6 +110,8 @@ class WorkerGroup:
     def shutdown(self) -> None:
         """End the processes. The pool stays reserved until it is released."""
         hosts, self._hosts = self._hosts, []
+        if hosts:
+            self._pool.holder = None
         self._broken = self._broken or RuntimeError("it was shut down")
         for host in hosts:
             if ray.is_initialized():
@@ -146,8 +150,8 @@ class _Host:
     rendezvous and threads is complete when that class is imported (and with it torch)."""
 
     def place(self) -> dict[str, Any]:
-        """Where this process runs, and a port for rank 0's rendezvous there."""
-        return {"pid": os.getpid(), "address": ray.util.get_node_ip_address(), "port": _free_port()}
+        """An address for rank 0's rendezvous, should this be rank 0."""
+        return {"address": ray.util.get_node_ip_address(), "port": _free_port()}
 
     def build(self, env: dict[str, str], recipe: bytes) -> None:
         os.environ.update(env)
