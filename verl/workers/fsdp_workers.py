@@ -151,12 +151,14 @@ class ActorRefWorker(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Optimizer steps on the episodes; ``meta_info["metrics"]`` is the same on every rank."""
+        """Optimizer steps on the episodes. Gives ``old_log_probs`` (B, R) float32, those before the step (as given, or
+        computed on the way), and ``meta_info["metrics"]``, the same on every rank."""
         with self._at_work(optimizer=True):
-            metrics = self.actor.update_policy(data.to(self.device))
+            metrics, log_probs = self.actor.update_policy(data.to(self.device))
         if self.device.type == "cuda":
             metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        return DataProto.from_dict({}, {}, {"metrics": metrics})
+        old = data.batch["old_log_probs"] if "old_log_probs" in data.batch.keys() else log_probs
+        return DataProto.from_dict({"old_log_probs": old.cpu()}, {}, {"metrics": metrics})
 
     # -------------------------------------------------------------------------------------------------- weights, state
     def _trained(self) -> dict[str, torch.Tensor]:

@@ -175,8 +175,9 @@ class RayPPOTrainer:
             with watch("assemble"):
                 batch = assemble(episodes, self.tokenizer.pad_token_id)
                 batch.meta_info |= self._meta(step)
-            with watch("old_log_prob"):
-                batch = batch.union(self.actor.compute_log_prob(self._inputs(batch)))
+            if not self.on_policy:
+                with watch("old_log_prob"):
+                    batch = batch.union(self.actor.compute_log_prob(self._inputs(batch)))
             if self.config.actor_rollout_ref.actor.use_kl_loss:
                 with watch("ref_log_prob"):
                     batch = batch.union(self.actor.compute_ref_log_prob(self._inputs(batch)))
@@ -188,12 +189,14 @@ class RayPPOTrainer:
                 raise KeyboardInterrupt
             with watch("update_actor"):
                 updated = self.actor.update_actor(self._inputs(batch, *self._training_keys(batch)))
+                batch.batch["old_log_probs"] = updated.batch["old_log_probs"]
             with watch("update_weights"):
                 self.sync(step)
             self.step, self._stream_state = step, self.stream.state_dict()
             with watch("monitor"):
                 metrics = self.learn(batch, episodes, info) | updated.meta_info["metrics"]
         metrics |= timing_metrics(watch.seconds)
+        metrics |= self.rollouts.step_metrics(watch.seconds["gen"])
         metrics |= throughput_metrics(batch.batch, watch.seconds, self.config.trainer.n_gpus_per_node)
         self.write_rollouts(f"rollout_step_{step}.json", episodes, info, batch.batch["advantages"])
         return metrics
@@ -337,6 +340,12 @@ class RayPPOTrainer:
         return [key for key in keys if key in batch.batch.keys()]
 
     # ------------------------------------------------------------------------------------------ start, save and resume
+    @property
+    def on_policy(self) -> bool:
+        """One optimizer step a batch: its own forward gives the old log-probs, and a pass is saved."""
+        actor, data = self.config.actor_rollout_ref.actor, self.config.data
+        return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= data.train_batch_size
+
     @property
     def total_steps(self) -> int:
         trainer, data = self.config.trainer, self.config.data

@@ -22,7 +22,7 @@ class RolloutPool:
         worker = ray.remote(RolloutWorker).options(max_concurrency=1000, **options)
         self.size = config.actor_rollout_ref.rollout.num_workers
         self._workers = [worker.remote(config, index) for index in range(self.size)]
-        self._deterministic = config.trainer.deterministic
+        self._before: dict[str, float] = {}
         self._ready = [actor.ready.remote() for actor in self._workers]
         self._start_timeout_s = start_timeout_s
 
@@ -66,10 +66,14 @@ class RolloutPool:
         held = ray.get([actor.update_weights.remote(exported, version) for actor in self._workers], timeout=timeout_s)
         assert set(held) == {version}, f"engines hold the weights of steps {held}, not of {version}"
 
-    def metrics(self) -> dict[str, float]:
-        """Sums of the workers' counters."""
+    def step_metrics(self, gen_s: float) -> dict[str, float]:
+        """What the workers did since the last call: ``search/{calls,empty,errors}``, and ``perf/engine_busy_share``,
+        the share of ``gen_s`` seconds in which an engine was generating (the mean over the engines)."""
         total: dict[str, float] = {}
         for one in ray.get([actor.metrics.remote() for actor in self._workers], timeout=60):
             for name, value in one.items():
                 total[name] = total.get(name, 0.0) + value
-        return total
+        done = {name: value - self._before.get(name, 0.0) for name, value in total.items()}
+        self._before = total
+        counts = {name: done.get(name, 0.0) for name in ("search/calls", "search/empty", "search/errors")}
+        return counts | {"perf/engine_busy_share": done["rollout/busy_s"] / self.size / max(gen_s, 1e-9)}

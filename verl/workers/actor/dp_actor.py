@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from verl.protocol import DataProto
 
+from verl.protocol import DataProto
 from verl.trainer.config.schema import ActorConfig, StabilityConfig
 from verl.trainer.ppo.core_algos import (
     Denominators,
@@ -160,16 +160,19 @@ class DataParallelPPOActor:
         return tuple(zeros.index_put(batch.index, values[: len(batch.index[0])]) for values in flat)
 
     # --------------------------------------------------------------------------------------------------- update
-    def update_policy(self, data: DataProto) -> dict[str, float]:
+    def update_policy(self, data: DataProto) -> tuple[dict[str, float], torch.Tensor]:
         """One pass (``ppo_epochs`` passes) of optimizer steps over this rank's episodes.
 
         Args:
-            data: input_ids, attention_mask (B, L); response_mask, old_log_probs, advantages (B, R); ref_log_prob
-                where ``use_kl_loss``; optionally entropys, for ``actor/entropy`` where the loss has no entropy term.
+            data: input_ids, attention_mask (B, L); response_mask, advantages (B, R); ref_log_prob where
+                ``use_kl_loss``. Optionally old_log_probs and, for ``actor/entropy`` where the loss has no entropy
+                term, entropys. Without old_log_probs the policy before each optimizer step counts as the old one,
+                which saves a pass and is exact where all episodes go into a single step.
                 meta_info: temperature, and entropy_coeff where it is scheduled.
 
         Returns:
-            The same metrics on every rank: means over the optimizer steps, ``stability/*`` counted in all.
+            ``(metrics, log_probs)``. The same metrics on every rank: means over the optimizer steps, ``stability/*``
+            counted in all. log_probs (B, R) float32: of each episode, before its (last) optimizer step.
 
         Raises:
             FloatingPointError: ``max_skipped_steps`` steps in a row had a gradient that is not finite.
@@ -180,6 +183,7 @@ class DataParallelPPOActor:
         batch = dict(data.batch.items())
         batch["advantages"], _ = self.advantage_guard(batch["advantages"].float())
         batch["needed"] = needed_tokens(batch["attention_mask"], batch["response_mask"])
+        batch["own_log_probs"] = torch.zeros_like(batch["advantages"])
         coefficient = data.meta_info.get("entropy_coeff", self.config.entropy_coeff)
         sums: dict[str, float] = defaultdict(float)
         norms: list[float] = []
@@ -187,7 +191,7 @@ class DataParallelPPOActor:
         for start in [step * share for _ in range(self.config.ppo_epochs) for step in range(int(most))]:
             rows = range(min(start, len(data)), min(start + share, len(data)))
             norms.append(self._step(batch, rows, data.meta_info["temperature"], coefficient, sums))
-        return self._metrics(sums, norms, coefficient)
+        return self._metrics(sums, norms, coefficient), batch["own_log_probs"]
 
     def _step(
         self,
@@ -214,16 +218,13 @@ class DataParallelPPOActor:
         """This micro-batch's part of the step's loss, a scalar; its metrics are added to ``sums``."""
         config, mode = self.config, self.config.loss_agg_mode
         mask = batch["response_mask"][rows]
+        with_entropy = entropy_coeff != 0 or "entropys" not in batch
         log_prob, entropy = self._forward(
-            batch["input_ids"],
-            batch["needed"],
-            batch["response_mask"],
-            rows,
-            temperature,
-            entropy_coeff != 0,
+            batch["input_ids"], batch["needed"], batch["response_mask"], rows, temperature, with_entropy
         )
+        batch["own_log_probs"][rows] = log_prob.detach()
         loss, metrics = policy_loss(
-            batch["old_log_probs"][rows],
+            batch["old_log_probs"][rows] if "old_log_probs" in batch else log_prob.detach(),
             log_prob,
             batch["advantages"][rows],
             mask,
@@ -240,9 +241,8 @@ class DataParallelPPOActor:
             metrics["actor/kl_loss"] = kl_loss.item()
         if entropy_coeff:
             loss = loss - entropy_coeff * aggregate_loss(entropy, mask, mode, denominators)
-            metrics["actor/entropy"] = aggregate_loss(entropy.detach(), mask, "token-mean", denominators).item()
-        elif "entropys" in batch:
-            metrics["actor/entropy"] = aggregate_loss(batch["entropys"][rows], mask, "token-mean", denominators).item()
+        seen = entropy.detach() if with_entropy else batch["entropys"][rows]
+        metrics["actor/entropy"] = aggregate_loss(seen, mask, "token-mean", denominators).item()
         for name, value in metrics.items():
             sums[name] += value
         return loss

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from verl.protocol import DataProto
 
+from verl.protocol import DataProto
 from verl.trainer.config.schema import ActorConfig, ModelConfig, OptimConfig, StabilityConfig
 from verl.utils.fsdp_utils import trainable_parameters
 from verl.utils.lora import attach_lora
@@ -86,7 +86,7 @@ def gradients(trainer, data):
     trainer.optimizer.step = lambda: kept.update(
         {name: p.grad.clone() for name, p in trainable_parameters(trainer.model).items()}
     )
-    metrics = trainer.update_policy(data)
+    metrics, _ = trainer.update_policy(data)
     return kept, metrics
 
 
@@ -197,11 +197,31 @@ def test_rows_without_mask_add_nothing():
         torch.testing.assert_close(left[name], right[name], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("limit", [20, 10_000])
+def test_without_old_log_probs_the_step_is_that_of_its_own(limit):
+    """On-policy the pass for the old log-probs can be left out: same gradient, and the log-probs come back."""
+    data, config = episodes(), replace(CONFIG, ppo_max_token_len_per_gpu=limit)
+    old, entropies = actor(config=config).compute_log_prob(data)
+    given = episodes()
+    given.batch["old_log_probs"], given.batch["entropys"] = old, entropies
+    data.batch.pop("old_log_probs")
+    expected, with_pass = gradients(actor(config=config), given)
+    trainer = actor(config=config)
+    trainer_gradient, without_pass = gradients(trainer, data)
+    for name in expected:
+        torch.testing.assert_close(trainer_gradient[name], expected[name], atol=1e-6, rtol=1e-5)
+    assert without_pass == pytest.approx(with_pass, rel=1e-5, abs=1e-6)
+    again = actor(config=config)
+    again.optimizer.step = lambda: None
+    _, log_probs = again.update_policy(data)
+    torch.testing.assert_close(log_probs, old, atol=1e-6, rtol=1e-5)
+
+
 def test_a_batch_without_any_sampled_token_changes_nothing():
     trainer, data = actor(), episodes()
     data.batch["response_mask"] = torch.zeros(B, R)
     before = {name: p.detach().clone() for name, p in trainable_parameters(trainer.model).items()}
-    metrics = trainer.update_policy(data)
+    metrics, _ = trainer.update_policy(data)
     assert metrics["actor/pg_loss"] == 0.0 and metrics["actor/grad_norm"] == 0.0
     assert all(torch.equal(p, before[name]) for name, p in trainable_parameters(trainer.model).items())
 
@@ -235,10 +255,10 @@ def test_advantages_of_minus_a_million_are_clamped_and_counted():
     data = episodes()
     data.batch["advantages"][0, 0] = -1e6
     data.batch["advantages"][1, 0] = float("nan")
-    metrics = actor().update_policy(data)
+    metrics, _ = actor().update_policy(data)
     assert metrics["stability/advantages_clamped"] == 1 and metrics["stability/advantages_nonfinite"] == 1
     data.batch["advantages"][1, 0] = 0.0
-    off = actor(stability=StabilityConfig(clamp_advantages=None)).update_policy(data)
+    off, _ = actor(stability=StabilityConfig(clamp_advantages=None)).update_policy(data)
     assert off["stability/advantages_clamped"] == 0
     assert off["actor/pg_loss"] > 10 * metrics["actor/pg_loss"]
 
@@ -251,7 +271,7 @@ def test_nan_logits_are_counted_and_the_step_is_skipped():
     )
     log_probs, _ = trainer.compute_log_prob(data)
     assert torch.isfinite(log_probs).all()
-    metrics = trainer.update_policy(data)
+    metrics, _ = trainer.update_policy(data)
     sampled = int(data.batch["response_mask"].sum())
     assert metrics["stability/logits_nonfinite"] == 2 * sampled * V  # the log-prob pass and the update
     assert all(torch.equal(p, before[name]) for name, p in trainable_parameters(trainer.model).items())
@@ -269,7 +289,7 @@ def test_an_infinite_gradient_is_skipped_and_three_in_a_row_end_the_run():
     before = {name: p.detach().clone() for name, p in trainable_parameters(trainer.model).items()}
     infinite_gradient(trainer)
     for _ in range(2):
-        metrics = trainer.update_policy(data)
+        metrics, _ = trainer.update_policy(data)
         assert metrics["stability/skipped_steps"] == 1 and "actor/grad_norm" not in metrics
     assert all(torch.equal(p, before[name]) for name, p in trainable_parameters(trainer.model).items())
     with pytest.raises(FloatingPointError, match="3 optimizer steps.*gradient of .*layers.1.self_attn.v_proj.lora_B"):

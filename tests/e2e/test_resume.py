@@ -1,0 +1,35 @@
+"""A killed run goes on as if nothing had happened, to the last bit."""
+
+import pytest
+
+STEPS = ("trainer.deterministic=true", "trainer.total_training_steps=6", "trainer.save_freq=3")
+
+
+def learned(run) -> list[dict]:
+    """What a step says about data, episodes and weights: everything but the clock."""
+    timed = ("timing_s/", "perf/time", "perf/throughput", "perf/gen_tokens", "perf/overhead")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.metrics]
+
+
+@pytest.mark.timeout(600)
+def test_killed_and_resumed_equals_uninterrupted_to_the_last_bit(start, tmp_path):
+    whole = start(*STEPS, folder=tmp_path / "whole")
+    assert whole.finish() == 0, whole.text
+
+    first = start(*STEPS, folder=tmp_path / "parts")
+    first.wait_for(lambda: (tmp_path / "parts/checkpoints/global_step_3/trainer.json").exists())
+    first.wait_for(lambda: len(first.metrics) >= 3)
+    first.kill()
+    assert not first.wait_gone()
+    second = start(*STEPS, folder=tmp_path / "parts")
+    assert second.finish() == 0, second.text
+
+    expected, resumed = learned(whole), learned(second)
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    assert resumed == expected
+    assert max(row["actor/grad_norm"] for row in expected) > 0, "nothing was trained, so nothing was tested"
+    assert len({row["actor/grad_norm"] for row in expected}) == 6
+    assert "global_step_3" in second.text, "the resumed run says where it goes on from"
+    rollouts = [(tmp_path / name / "rollout/rollout_step_6.json").read_text() for name in ("whole", "parts")]
+    strip = lambda text: [line for line in text.splitlines() if "latency_s" not in line]  # noqa: E731
+    assert strip(rollouts[0]) == strip(rollouts[1])
