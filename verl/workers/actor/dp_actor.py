@@ -99,12 +99,8 @@ class DataParallelPPOActor:
             optimizer: None for a frozen reference.
         """
         self.model, self.config, self.stability = model, config, stability
-        self.episodes_per_step, self.max_response_length, self.packed = (
-            episodes_per_step,
-            max_response_length,
-            packed,
-        )
-        self.optimizer = optimizer
+        self.episodes_per_step, self.max_response_length = episodes_per_step, max_response_length
+        self.packed, self.optimizer = packed, optimizer
         self.steps = 0  # optimizer steps asked for, skipped ones too: what the warm-up counts
         self.skipped_in_a_row = 0
         self.logits_guard = ValueGuard(stability.nan_to_num, stability.clamp_logits)
