@@ -122,8 +122,12 @@ wipe() { find "$venv" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +; }
 
 # ---- phases ----------------------------------------------------------------------------------------------------------
 
+latest() { # what pip is at, as its log tells
+    awk '/^### /{d = ""} /^ *(Collecting|Downloading|Installing|Building) /{d = $0} END {print substr(d, 1, 50)}' "$log"
+}
+
 phase() { # title, command...: output to the log; a line that moves on a terminal, one line each half minute elsewhere
-    local title="$1" started=$SECONDS beat=$((SECONDS + 30)) doing status=0
+    local title="$1" started=$SECONDS beat=$((SECONDS + 30)) status=0
     shift
     printf '\n### %s\n' "$title" >>"$log"
     [ -t 2 ] || say "$title ..."
@@ -131,8 +135,7 @@ phase() { # title, command...: output to the log; a line that moves on a termina
     child=$!
     while kill -0 "$child" 2>/dev/null; do
         if [ -t 2 ]; then
-            doing="$(grep -aoE '^(Collecting|  Downloading|Installing|Building) .{0,44}' "$log" | tail -n 1 || true)"
-            printf '\r\033[K[env] %s ... %d s  %s' "$title" $((SECONDS - started)) "$doing" >&2
+            printf '\r\033[K[env] %s ... %d s  %s' "$title" $((SECONDS - started)) "$(latest)" >&2
         elif [ "$SECONDS" -ge "$beat" ]; then
             beat=$((SECONDS + 30))
             say "  still at it ($((SECONDS - started)) s): $(tail -n 1 "$log" | cut -c1-80)"
@@ -189,7 +192,7 @@ create_venv() {
         wipe
     fi
     : >"$venv/.unfinished"
-    phase "1/3 virtual environment ($("$python" -c 'import platform; print(platform.python_version())'), $python)" \
+    phase "1/4 virtual environment ($("$python" -c 'import platform; print(platform.python_version())'), $python)" \
         "$python" -m venv "$venv"
 }
 
@@ -206,6 +209,7 @@ install_flash_attn() { # worth having, never worth failing for: without it atten
 
 interrupted() {
     [ -z "$child" ] || kill "$child" 2>/dev/null || true
+    [ -t 2 ] && echo >&2
     say "interrupted; run this again to go on"
     exit 130
 }
@@ -221,10 +225,11 @@ set_up() {
     create_venv
     export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off PYTHONNOUSERSITE=1
     for part in "${parts[@]}"; do files+=(-r "$root/$part"); done
-    # Bytecode is left to the first import: pip would compile every module of every package, one after the other.
-    phase "2/3 packages (torch, transformers, ray, ...; a few minutes)" "${pip[@]}" "${files[@]}"
-    phase "3/3 this project, editable" \
-        "${pip[@]}" --no-deps --no-build-isolation --no-index -e "$root"
+    # Bytecode is left to the first import (pip would compile all 15,000 modules, one by one), but for Ray's: it gives
+    # each of its processes 30 s to start, however busy the machine is.
+    phase "2/4 packages (torch, transformers, ray, ...; a few minutes)" "${pip[@]}" "${files[@]}"
+    phase "3/4 this project, editable" "${pip[@]}" --no-deps --no-build-isolation --no-index -e "$root"
+    phase "4/4 bytecode for Ray" "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages/ray
     for part in "${parts[@]}"; do stamp_of "$part" >"$venv/.stamp-$part"; done
     rm -f -- "$venv/.unfinished"
 }
