@@ -1,7 +1,7 @@
 """The records an episode is made of. Plain dataclasses: no torch, no ray, cheap to send anywhere."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 FinishReason = Literal["answer", "malformed", "max_turns", "length", "error"]
 TurnKind = Literal["tool_call", "answer", "malformed"]
@@ -98,7 +98,6 @@ class Episode:
     finish: FinishReason = "error"
     error: str = ""
     version: int = -1
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def search_depth(self) -> int:

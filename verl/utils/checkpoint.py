@@ -6,6 +6,7 @@ pickled: driver state is JSON, tensors are the worker's own safetensors files.
 
 import base64
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 LATEST = "latest_checkpointed_iteration.txt"
 STEP_DIR = re.compile(r"global_step_(\d+)")
@@ -159,6 +160,23 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     _sync(path.parent)
+
+
+def lock_folder(folder: Path) -> IO[bytes]:
+    """Hold ``folder`` for this process, as long as the file that is returned stays open; made if it isn't there.
+
+    Raises ValueError while another process holds it: two runs would overwrite one another's checkpoints.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(
+            f"another run is writing to {folder}; wait for it, or give this one its own trainer.experiment_name"
+        ) from None
+    return file
 
 
 def save_json(path: Path, state: dict[str, Any]) -> None:

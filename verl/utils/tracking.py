@@ -46,12 +46,12 @@ class Tracking:
         for name, backend in list(self._backends.items()):
             self._guard(name, lambda backend=backend: backend.log(step, numbers))
 
-    def say(self, text: str) -> None:
-        """A line for people, above the progress bar."""
+    def say(self, text: str, warn: bool = False) -> None:
+        """A line for people, above the progress bar. Without a console only a warning (``warn``) is shown."""
         console = self._backends.get("console")
         if isinstance(console, ConsoleBackend):
-            self._guard("console", lambda: console.say(text))
-        else:
+            self._guard("console", lambda: console.say(text, warn))
+        elif warn:
             log.warning(text)
 
     def status(self, text: str) -> None:
@@ -235,8 +235,8 @@ class ConsoleBackend:
         text = f"{'validation':>{self._step_width}}  after step {step}: {'  '.join(parts)}"
         return f"{text}  (F1 by source: {by_source})" if by_source else text
 
-    def say(self, text: str) -> None:
-        self._print(text, style="yellow")
+    def say(self, text: str, warn: bool) -> None:
+        self._print(text, style="yellow" if warn else "")
 
     def status(self, text: str) -> None:
         if self._progress is not None:

@@ -18,29 +18,29 @@ class RolloutWorker:
     """Plays episodes with the weights it was last given. Its methods are coroutines: many calls run side by side."""
 
     def __init__(self, config: Config, worker_index: int) -> None:
-        """Raises ValueError for a model path, a search engine or limits that can't work."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cpu":
-            torch.set_num_threads(1)  # several processes with several threads each slow one another tenfold
-        rollout, search = config.actor_rollout_ref.rollout, config.search
-        self._index = worker_index
-        self._handler = SearchHandler(HandlerConfig.from_config(config))
-        self._engine = build_engine(config, device)
-        self._manager = LLMGenerationManager(
-            self._engine,
-            load_tokenizer(config.actor_rollout_ref.model.path),
-            self._handler,
-            GenerationSettings(
-                max_model_len=rollout.max_model_len,
-                max_response_length=config.data.max_response_length,
-                max_turn_tokens=rollout.max_turn_tokens,
-                max_obs_length=search.max_obs_length,
-                tools=config.tools,
-                tool_timeout_s=search.timeout_s,
-            ),
-        )
+        self._config, self._index = config, worker_index
 
     async def ready(self) -> dict[str, Any]:
+        """Load the model and open the search, once, before anything else is asked.
+
+        Here and not in the constructor, whose errors Ray wraps beyond recognition.
+        Raises ValueError for a model path, a search engine or limits that can't work.
+        """
+        config, device = self._config, "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            torch.set_num_threads(1)  # several processes with several threads each slow one another tenfold
+        self._handler = SearchHandler(HandlerConfig.from_config(config))
+        self._engine = build_engine(config, device)
+        settings = GenerationSettings(
+            max_model_len=config.actor_rollout_ref.rollout.max_model_len,
+            max_response_length=config.data.max_response_length,
+            max_turn_tokens=config.actor_rollout_ref.rollout.max_turn_tokens,
+            max_obs_length=config.search.max_obs_length,
+            tools=config.tools,
+            tool_timeout_s=config.search.timeout_s,
+        )
+        tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+        self._manager = LLMGenerationManager(self._engine, tokenizer, self._handler, settings)
         return {"worker": self._index, "version": self._engine.version}
 
     async def generate(self, requests: Sequence[EpisodeRequest]) -> list[Episode]:

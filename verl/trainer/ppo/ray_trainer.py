@@ -33,7 +33,7 @@ from verl.trainer.ppo.metrics import (
 )
 from verl.trainer.ppo.rollout_pool import RolloutPool
 from verl.utils.behavior_monitor import BehaviorMonitor
-from verl.utils.checkpoint import CheckpointManager, load_json, rng_state, save_json, set_rng_state
+from verl.utils.checkpoint import CheckpointManager, load_json, lock_folder, rng_state, save_json, set_rng_state
 from verl.utils.dataset import Question, QuestionStream, RLHFDataset
 from verl.utils.tokenizer import load_tokenizer
 from verl.utils.tracking import Tracking
@@ -84,8 +84,10 @@ class RayPPOTrainer:
         self.rewards = NaiveRewardManager(config.reward_model)
         self.curriculum = CurriculumScheduler(config.curriculum, config.max_turns, config.reward_model.min_turns)
         self.monitor = BehaviorMonitor(config.monitor, self.dir / "behavior_alerts.jsonl")
+        self.lock = None if config.trainer.val_only else lock_folder(self.dir)  # held until the process ends
+        self.dir.mkdir(parents=True, exist_ok=True)
         self.checkpoints = CheckpointManager(self.dir / "checkpoints", config.trainer.max_ckpt_to_keep)
-        self.step = 0
+        self.step = self._saved = 0
         self._interrupted = False
         if self.train_set:
             self.stream = QuestionStream(
@@ -115,7 +117,6 @@ class RayPPOTrainer:
         found = self.checkpoints.find(trainer.resume_mode)
         self.start_workers()
         self.resume(found)
-        self.dir.mkdir(parents=True, exist_ok=True)
         name = "val_config.yaml" if trainer.val_only else "config.yaml"
         (self.dir / name).write_text(config_to_yaml(self.config), encoding="utf-8")
         total = self.step if trainer.val_only else self.total_steps
@@ -125,8 +126,8 @@ class RayPPOTrainer:
                 try:
                     self._loop(total)
                 except KeyboardInterrupt:
-                    if trainer.val_only:
-                        raise
+                    if trainer.val_only or not self.step:
+                        raise KeyboardInterrupt("stopped before the first step was done") from None
                     self.save()
                     raise KeyboardInterrupt(f"step {self.step} is saved; the same command goes on from there") from None
 
@@ -145,25 +146,30 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
             self.tracking.log(self.step, self.validate())
-        saved = self.step
+        elif self.step >= total:
+            self.tracking.say(
+                f"all {total} steps are done; trainer.total_training_steps={total + 20} goes on from here"
+            )
         while self.step < total:
             metrics = self.train_step(self.step + 1)
-            due = lambda every: self.step == total or (every and self.step % every == 0)  # noqa: B023, E731
-            if due(trainer.test_freq):
-                metrics |= self.validate()
-            if due(trainer.save_freq):
-                self.save()
-                saved = self.step
-            self.tracking.log(self.step, metrics)
+            try:
+                if self._due(trainer.test_freq, total):
+                    metrics |= self.validate()
+            finally:  # what a step was is written down even if its validation is cut short
+                self.tracking.log(self.step, metrics)
             for alert in self.monitor.alerts:
-                self.tracking.say(alert.message)
-            if self.monitor.alerts and self.config.monitor.on_alert == "halt":
-                if saved != self.step:
-                    self.save()
-                self.tracking.say(f"halted at step {self.step}, as monitor.on_alert=halt asks")
+                self.tracking.say(alert.message, warn=True)
+            halted = self.monitor.alerts and self.config.monitor.on_alert == "halt"
+            if halted or self._due(trainer.save_freq, total):
+                self.save()
+            if halted:
+                self.tracking.say(f"halted at step {self.step}, as monitor.on_alert=halt asks", warn=True)
                 return
             if self._interrupted:
                 raise KeyboardInterrupt
+
+    def _due(self, every: int, total: int) -> bool:
+        return self.step == total or bool(every and self.step % every == 0)
 
     def train_step(self, step: int) -> dict[str, float]:
         """One step, from questions to new weights in every engine. Returns its metrics."""
@@ -372,7 +378,7 @@ class RayPPOTrainer:
         if folder:
             state = load_json(folder / "trainer.json")
             self.actor.load_checkpoint(str(folder))
-            self.step = state["step"]
+            self.step = self._saved = state["step"]
         if folder and not self.config.trainer.val_only:
             self.stream.load_state_dict(state["stream"])
             self._stream_state = state["stream"]
@@ -381,7 +387,10 @@ class RayPPOTrainer:
         self.sync(self.step)
 
     def save(self) -> None:
-        """Write a checkpoint of the last whole step, unless there is one."""
+        """Write a checkpoint of the last whole step, unless it was the last thing done. After the step's metrics: a
+        run killed in between does the step again, one killed the other way round would lack its line."""
+        if self._saved == self.step:
+            return
 
         def write(folder: Path) -> None:
             self.actor.save_checkpoint(str(folder))
@@ -396,6 +405,7 @@ class RayPPOTrainer:
             )
 
         self.checkpoints.save(self.step, write)
+        self._saved = self.step
 
     @contextmanager
     def _on_interrupt(self) -> Iterator[None]:

@@ -15,10 +15,7 @@ class RolloutPool:
     """Some ``RolloutWorker`` Ray actors. Every wait has a deadline."""
 
     def __init__(self, config: Config, options: dict[str, Any], start_timeout_s: float = 600.0) -> None:
-        """``options``: of each Ray actor (num_cpus, num_gpus, runtime_env).
-
-        Raises ValueError where a worker can't be built for a reason of the user's (a wrong path, no search index).
-        """
+        """``options``: of each Ray actor (num_cpus, num_gpus, runtime_env)."""
         worker = ray.remote(RolloutWorker).options(max_concurrency=1000, **options)
         self.size = config.actor_rollout_ref.rollout.num_workers
         self._workers = [worker.remote(config, index) for index in range(self.size)]
@@ -27,6 +24,7 @@ class RolloutPool:
         self._start_timeout_s = start_timeout_s
 
     def wait_ready(self) -> list[dict[str, Any]]:
+        """Raises ValueError where a worker can't be built for a reason of the user's: a wrong path, a search engine."""
         return ray.get(self._ready, timeout=self._start_timeout_s)
 
     def generate(

@@ -19,6 +19,7 @@ from verl.utils.checkpoint import (
     CheckpointManager,
     is_disk_full,
     load_json,
+    lock_folder,
     rng_state,
     save_json,
     set_rng_state,
@@ -203,3 +204,11 @@ def test_generators_go_on_where_they_were():
     assert draw() != first
     set_rng_state(kept)
     assert draw() == first
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path):
+    held = lock_folder(tmp_path / "run")
+    with pytest.raises(ValueError, match="another run is writing to .*experiment_name"):
+        lock_folder(tmp_path / "run")
+    held.close()
+    lock_folder(tmp_path / "run").close()

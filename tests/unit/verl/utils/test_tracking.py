@@ -154,7 +154,7 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch, tmp_path):
     with Tracking(config("console"), tmp_path, total_steps=40) as tracker:
         tracker.status("generating")
         tracker.log(1, STEP)
-        tracker.say("careful")
+        tracker.say("careful", warn=True)
     shown = stream.getvalue()
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is hidden, and shown again
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)

@@ -32,6 +32,12 @@ PAGES = [
 ]
 
 
+def ready(config) -> RolloutWorker:
+    worker = RolloutWorker(config, 0)
+    asyncio.run(worker.ready())
+    return worker
+
+
 @pytest.fixture(scope="module")
 def config(tokenizer, tmp_path_factory) -> Config:
     """Files of a corpus and of a policy that says SEARCH and then ANSWER when it is asked QUESTION."""
@@ -89,7 +95,7 @@ def request(tokenizer, uid: str, sample_index: int, temperature: float) -> Episo
 
 
 def test_an_episode_is_searched_answered_and_scored_as_a_full_forward_would(config, tokenizer):
-    worker = RolloutWorker(config, 0)
+    worker = ready(config)
     (episode,) = asyncio.run(worker.generate([request(tokenizer, "q", 0, temperature=0.0)]))
     assert [turn.kind for turn in episode.turns] == ["tool_call", "answer"], episode.turns
     assert (episode.finish, episode.answer, episode.search_depth) == ("answer", "Ann", 1)
@@ -108,7 +114,7 @@ def test_deterministic_runs_are_equal_to_the_last_bit_and_follow_the_weights(con
     requests = [request(tokenizer, uid, i, temperature=1.0) for uid in "ab" for i in range(3)]
 
     def play():
-        worker = RolloutWorker(config, 0)
+        worker = ready(config)
         return worker, asyncio.run(worker.generate(requests))
 
     worker, first = play()
@@ -130,4 +136,4 @@ def test_limits_without_room_are_refused(config):
     rollout = dataclasses.replace(config.actor_rollout_ref.rollout, max_model_len=200)
     bad = dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, rollout=rollout))
     with pytest.raises(ValueError, match="max_obs_length=300 leaves no room for a turn in max_model_len=200"):
-        RolloutWorker(bad, 0)
+        ready(bad)
