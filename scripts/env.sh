@@ -263,5 +263,5 @@ if ! up_to_date; then
     set_up
     case " ${parts[*]} " in *gpu*) install_flash_attn ;; esac
 fi
-say "using $venv"
+[ "$active" -ef "$venv" ] || say "using $venv" # one script that calls another has said so
 printf '%s\n' "$venv"
