@@ -34,7 +34,7 @@ class Panel:
     title: str
     metric: str
     validation: str = ""  # metric of the rings; "": none
-    log: bool = False
+    log: bool = False  # a logarithmic axis, where the values span more than a factor of ten
 
 
 PANELS = (
@@ -174,7 +174,7 @@ def _headline(runs: Sequence[Run]) -> str:
 
 
 def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> bool:
-    drawn = False
+    drawn, extremes = False, []
     for index, run in enumerate(runs):
         colour = _colour(index)
         steps, values = run.series(panel.metric)
@@ -182,6 +182,7 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> bool:
             steps, values = steps[values > 0], values[values > 0]
         if len(steps):
             drawn = True
+            extremes += [values.min(), values.max()]
             smoothed = len(steps) >= SMOOTH_FROM
             axes.plot(steps, values, color=colour, lw=1 if smoothed else 2, alpha=0.3 if smoothed else 1)
             if smoothed:
@@ -192,7 +193,7 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> bool:
         if len(steps):
             drawn = True
             axes.plot(steps, values, "o", mfc="white", mec=colour, mew=1.8, ms=6.5, clip_on=False, zorder=5)
-    if panel.log and drawn:
+    if panel.log and drawn and max(extremes) > 10 * min(extremes):
         axes.set_yscale("log")
     return drawn
 

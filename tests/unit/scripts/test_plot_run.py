@@ -53,11 +53,19 @@ def test_panels_show_the_values(tmp_path: Path) -> None:
     curve, rings = axes["F1"].lines
     assert curve.get_xydata().tolist() == [[1, 0.125], [2, 0.25], [3, 0.375], [4, 0.5]]
     assert (rings.get_xydata().tolist(), rings.get_marker()) == ([[0, 0.1], [4, 0.6]], "o")
-    assert axes["Gradient norm"].get_yscale() == "log"
+    assert axes["Gradient norm"].get_yscale() == "linear"  # 1 to a quarter
     assert [text.get_text() for text in axes["Entropy"].texts] == ["not logged"]
     # bottom up: generation 3, log-probs .75, update 1, sync 0, other .25, together the step
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in axes["Seconds a step"].collections]
     assert tops == pytest.approx([3, 3.75, 4.75, 4.75, 5])
+
+
+def test_gradient_that_explodes_is_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
+    rows = [{"step": step, "actor/grad_norm": value} for step, value in enumerate([0.02, 0.0, 11500.0])]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    axes = plot_run.draw([plot_run.load_run(tmp_path)]).axes[4]
+    assert axes.get_yscale() == "log"
+    assert axes.lines[0].get_ydata().tolist() == [0.02, 11500.0]  # a logarithm of 0 can't be drawn
 
 
 def test_headline_tells_the_change(tmp_path: Path) -> None:
