@@ -126,8 +126,7 @@ def guess(world: World, item: dict, rng: random.Random) -> str:
         return rng.choice(["yes", "no"])
     if item["kind"] == "comparison":
         return rng.choice(item["steps"])[0].name
-    value = item["steps"][-1][2]
-    return rng.choice(world.by_kind[value.kind]).name if isinstance(value, Entity) else str(rng.randint(1900, 1999))
+    return rng.choice(world.by_kind[item["steps"][-1][2].kind]).name
 
 
 def guessing_turn(world: World, item: dict, rng: random.Random) -> str:
@@ -355,12 +354,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DEMO / "policy")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=1800, help="steps of learning to search and read")
+    parser.add_argument("--steps", type=int, default=2400, help="steps of learning to search and read")
     parser.add_argument("--habit-steps", type=int, default=120, help="steps of learning to answer from the hip")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--start-from", type=Path, help="a policy folder to go on from (tokenizer and weights)")
     args = parser.parse_args()
@@ -384,6 +383,8 @@ def main() -> None:
 
     save = lambda: model.save_pretrained(args.out)  # noqa: E731
 
+    log({"phase": "start"} | {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()})
+
     def stream(seed: int, size: int, **options) -> Iterator:
         data = Transcripts(tokenizer, seed, size, **options)
         return iter(DataLoader(data, batch_size=None, collate_fn=collate, num_workers=1, prefetch_factor=8))
@@ -396,8 +397,8 @@ def main() -> None:
         fade = lambda progress: 1.0 if progress < 0.6 else 0.1  # noqa: E731 - copying is found on the whole text first
         train(model, stream(seed, args.batch), args.steps, args.lr, fade, log, save, check, "read")
     if args.habit_steps:
-        mixed = stream(seed + 500_000, size=args.batch // 2, direct=args.batch, chosen=args.batch // 8)
-        train(model, mixed, args.habit_steps, args.lr / 8, lambda progress: 0.0, log, save, check, "habit")
+        mixed = stream(seed + 500_000, size=args.batch // 2, direct=3 * args.batch, chosen=args.batch // 4)
+        train(model, mixed, args.habit_steps, args.lr / 5, lambda progress: 0.0, log, save, check, "habit")
 
 
 if __name__ == "__main__":

@@ -89,8 +89,6 @@ ASK = {
     "seat": ["In which city is {} based?"],
     "birthplace": ["Where was {} born?", "In which city was {} born?"],
     "country": ["In which country is {}?"],
-    "year": ["In which year did {} come out?"],
-    "born": ["In which year was {} born?"],
 }
 
 
@@ -246,22 +244,17 @@ class World:
         }
 
     def _walk(self, rng: random.Random, entity: Entity, hops: int) -> list | None:
+        """``hops`` steps along the links from ``entity``; None where they end too early."""
         steps = []
         for hop in range(hops):
             relations = list(LINKS.get(entity.kind, ()))
-            if hop == hops - 1:
-                relations += [r for r in ("year", "born") if r in entity.facts]
-            if hop and "publisher" in relations and hops == 2:
+            if hop and hops == 2 and "publisher" in relations:
                 relations.remove("publisher")
             if not relations:
                 return None
             relation = rng.choice(relations)
-            value = entity.facts[relation]
-            steps.append((entity, relation, value))
-            if hop < hops - 1:
-                if not isinstance(value, Entity):
-                    return None
-                entity = value
+            steps.append((entity, relation, entity.facts[relation]))
+            entity = entity.facts[relation]
         return steps
 
     def _pair(self, rng: random.Random, kind: str) -> dict:
@@ -302,10 +295,8 @@ class World:
         return {"question": text.format(a.name, b.name), "golds": golds, "kind": kind, "steps": steps}
 
     @staticmethod
-    def _aliases(value: Entity | str) -> list[str]:
+    def _aliases(value: Entity) -> list[str]:
         """The gold and the other forms that count: a firm without its suffix, a person with an initial."""
-        if isinstance(value, str):
-            return [value]
         first, _, last = value.name.partition(" ")
         short = {"company": [first], "person": [f"{first[0]}. {last}"]}
         return [value.name, *short.get(value.kind, [])]
