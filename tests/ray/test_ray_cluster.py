@@ -121,11 +121,12 @@ def test_whatever_ends_a_run_ends_its_ray(machine, then, number, says):
     assert len(of(machine)) > 3, "else this test would see nothing"
     if number is not None:
         os.killpg(run.pid, number)  # as a terminal does: to all of the group
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=120)
     assert run.returncode != 0 and "ENDED" not in output and says in output
     assert all_gone(machine)
 
 
+@pytest.mark.timeout(900)  # five starts of Ray, on a machine that may be busy
 def test_a_ray_that_runs_is_used_and_left_running_and_its_stale_record_ignored(machine):
     ray_command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--num-cpus=1", "--port=0"]
     ray_command += ["--include-dashboard=false", "--dashboard-agent-listen-port=0"]
@@ -135,20 +136,20 @@ def test_a_ray_that_runs_is_used_and_left_running_and_its_stale_record_ignored(m
     (machine / "home" / ".ray").mkdir()
     (machine / "home" / ".ray" / "auth_token").write_text("a" * 64)
 
-    found = drive(machine, attached=True).communicate(timeout=120)[0].splitlines()
+    found = drive(machine, attached=True).communicate(timeout=240)[0].splitlines()
     assert found[0].startswith(f"using the Ray that runs at {record}") and "RAY_AUTH_MODE=token" in found[0]
     assert found[1].split() == ["IMPORTED", str(REPO_ROOT / "scrl" / "types.py"), record] and len(found) == 3
-    named = drive(machine, attached=True, RAY_ADDRESS=record).communicate(timeout=120)[0].splitlines()
+    named = drive(machine, attached=True, RAY_ADDRESS=record).communicate(timeout=240)[0].splitlines()
     assert named[1].split()[2] == record and len(named) == 3
 
-    own = drive(machine, RAY_ADDRESS="local").communicate(timeout=120)[0].splitlines()
+    own = drive(machine, RAY_ADDRESS="local").communicate(timeout=240)[0].splitlines()
     assert own[0].startswith("IMPORTED") and "127.0.0.1" in own[0]
 
     assert _answers(record), "the cluster outlives the runs that use it"
     for process in of(machine):
         process.kill()
     assert all_gone(machine) and (machine / "ray" / "ray_current_cluster").exists()
-    after = drive(machine).communicate(timeout=120)[0].splitlines()
+    after = drive(machine).communicate(timeout=240)[0].splitlines()
     assert after[0].startswith("IMPORTED") and "127.0.0.1" in after[0] and len(after) == 2
 
 
@@ -187,3 +188,32 @@ def test_no_cpus_is_refused():
     with pytest.raises(ValueError, match="ray.num_cpus=0: a local Ray needs at least 1"):
         with connect(RayConfig(num_cpus=0)):
             pass
+
+
+@pytest.mark.timeout(900)
+def test_a_ray_that_starts_too_slowly_is_tried_again_and_then_given_up(machine):
+    """A raylet that can't hear of its agents in time: on the first attempts, on all of them."""
+    code = """
+import os, sys
+sys.path.insert(0, {repo!r})
+import ray
+from verl.single_controller import connect
+real, tries = ray.init, []
+def slow(*args, **kwargs):
+    tries.append(1)
+    if len(tries) < {succeeds}:
+        os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
+        raise Exception("The current node timed out during startup.")
+    return real(*args, **kwargs)
+ray.init = slow
+with connect() as connection:
+    print("STARTED", len(tries), flush=True)
+"""
+    runs = []
+    for succeeds in (3, 4):
+        command = [sys.executable, "-c", code.format(repo=str(REPO_ROOT), succeeds=succeeds)]
+        runs.append(subprocess.run(command, env=environment(machine), capture_output=True, text=True, timeout=200))
+    third, never = runs
+    assert third.stdout == "STARTED 3\n" and third.returncode == 0
+    assert never.returncode == 1 and "ConnectionError: Ray didn't start in 3 attempts" in never.stderr
+    assert all_gone(machine), "the failed attempts' processes too"

@@ -87,7 +87,7 @@ class Broken(Worker):
 def local_ray():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")
-        with connect(RayConfig(num_cpus=2)):
+        with connect(RayConfig(num_cpus=3)):
             yield
 
 
@@ -228,11 +228,11 @@ def test_a_constructor_that_fails_surfaces_and_frees_its_place(pool):
 
 
 def test_a_pool_that_does_not_fit_says_what_there_is(local_ray):
-    with pytest.raises(ValueError, match=r"no room within 0.5 s for 1 x 3 processes of {'CPU': 1.0} .* \(CPU 2, GPU 0"):
-        ResourcePool(3, timeout_s=0.5)
+    with pytest.raises(ValueError, match=r"no room within 0.5 s for 1 x 4 processes of {'CPU': 1.0} .* \(CPU 3, GPU 0"):
+        ResourcePool(4, timeout_s=0.5)
     with pytest.raises(ValueError, match="'GPU': 0.6"):
         ResourcePool(1, use_gpu=True, gpu_fraction=0.6, timeout_s=0.5)
-    free = ResourcePool(2, cpu_per_process=0.01, timeout_s=10)  # the refused pools hold nothing back
+    free = ResourcePool(1, cpu_per_process=1.0, timeout_s=10)  # the refused pools hold nothing back
     free.release()
     free.release()
 

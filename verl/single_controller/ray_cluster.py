@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
@@ -20,6 +21,7 @@ from ray._raylet import AuthenticationTokenLoader
 
 from verl.trainer.config.schema import RayConfig
 
+_START_ATTEMPTS = 3
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,8 +43,8 @@ def connect(config: RayConfig | None = None) -> Iterator[RayConnection]:
 
     Workers' output stays in Ray's log files; RAY_LOG_TO_DRIVER=1 shows it on the console.
 
-    Raises ``ConnectionError`` when RAY_ADDRESS names a cluster that doesn't answer, ``ValueError`` for an impossible
-    configuration.
+    Raises ``ConnectionError`` when RAY_ADDRESS names a cluster that doesn't answer or a local one can't start,
+    ``ValueError`` for an impossible configuration.
     """
     config = config or RayConfig()
     if config.num_cpus is not None and config.num_cpus < 1:
@@ -141,14 +143,37 @@ def _start_local(config: RayConfig, undo: contextlib.ExitStack) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False  # it read the variable when it was imported
     _ensure_token()
     undo.push(_shutdown)
-    ray.init(
-        "local",
-        num_cpus=config.num_cpus,
-        include_dashboard=False,
-        object_store_memory=_object_store_bytes(),
-        log_to_driver=_show_output(),
-        logging_level="ERROR",
+    for _ in range(_START_ATTEMPTS):
+        others = set(psutil.Process().children())
+        try:
+            ray.init(
+                "local",
+                num_cpus=config.num_cpus,
+                include_dashboard=False,
+                object_store_memory=_object_store_bytes(),
+                log_to_driver=_show_output(),
+                logging_level="ERROR",
+            )
+            return
+        except Exception as error:
+            _end(set(psutil.Process().children()) - others)
+            # Ray gives its own processes 15 s, fixed, to load their libraries: a cold disk or busy cores take longer,
+            # and the next attempt finds the files in memory.
+            if "timed out" not in str(error):
+                raise
+    load = os.getloadavg()[0]
+    raise ConnectionError(
+        f"Ray didn't start in {_START_ATTEMPTS} attempts; this machine is too busy for it (load {load:.0f} on "
+        f"{os.cpu_count()} cores). Stop what else runs, or set RAY_ADDRESS to a Ray that runs"
     )
+
+
+def _end(processes: set[psutil.Process]) -> None:
+    """End what a failed start left: Ray forgets about those processes, and they would live as long as we do."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
 
 
 def _ensure_token() -> None:
