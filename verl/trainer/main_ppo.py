@@ -51,15 +51,15 @@ def usage() -> str:
 
 
 def _run(config: Config) -> int:
-    from verl.trainer.ppo.ray_trainer import (
-        run,
-    )  # ray, torch, transformers: only once the settings are known to be good
+    # ray, torch, transformers: only once the settings are known to be good
+    from verl.single_controller import WorkerDied
+    from verl.trainer.ppo.ray_trainer import run
 
     try:
         run(config)
     except KeyboardInterrupt as stop:
         return _fail(str(stop) or "stopped", INTERRUPTED)
-    except CheckpointError as error:
+    except (CheckpointError, WorkerDied, TimeoutError) as error:
         return _fail(str(error), FAILURE)
     except ValueError as error:
         if (sentence := users_mistake(error)) is None:
@@ -72,15 +72,18 @@ def users_mistake(error: ValueError) -> str | None:
     """The sentence of a ValueError that this project raised on purpose; None for one that is a bug (show it whole).
 
     Ours are raised by our own line; a bug's last frame is in a library. One that came back from a Ray worker holds the
-    worker's traceback as text and the worker's exception as ``cause``.
+    worker's traceback as text: in its notes, or in its own text with the worker's exception as ``cause``.
     """
     cause = getattr(error, "cause", None)
-    if isinstance(cause, ValueError):
-        frames = [line for line in str(error).splitlines() if line.lstrip().startswith('File "')]
-        raised_in = frames[-1].split('"')[1] if frames else ""
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    remote = str(error) if isinstance(cause, ValueError) else notes
+    frames = [line for line in remote.splitlines() if line.lstrip().startswith('File "')]
+    if frames:
+        raised_in = frames[-1].split('"')[1]
     else:
-        cause, stack = error, traceback.extract_tb(error.__traceback__)
+        stack = traceback.extract_tb(error.__traceback__)
         raised_in = stack[-1].filename if stack else ""
+    cause = cause if isinstance(cause, ValueError) else error
     ours = any(Path(raised_in).is_relative_to(REPO_ROOT / package) for package in ("verl", "scrl"))
     return str(cause) if ours else None
 

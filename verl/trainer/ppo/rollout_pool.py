@@ -7,6 +7,7 @@ from typing import Any
 import ray
 
 from scrl.types import Episode, EpisodeRequest
+from verl.single_controller import wait_all
 from verl.trainer.config.schema import Config
 from verl.workers.rollout_worker import RolloutWorker
 
@@ -25,14 +26,15 @@ class RolloutPool:
 
     def wait_ready(self) -> list[dict[str, Any]]:
         """Raises ValueError where a worker can't be built for a reason of the user's: a wrong path, a search engine."""
-        return ray.get(self._ready, timeout=self._start_timeout_s)
+        named = {f"worker {index}": ready for index, ready in enumerate(self._ready)}
+        return list(wait_all(named, "RolloutWorker.ready", self._start_timeout_s).values())
 
     def generate(
         self, requests: Sequence[EpisodeRequest], *, timeout_s: float, interrupted: Callable[[], bool]
     ) -> list[Episode]:
         """The requests' episodes, in their order. A group stays on one worker, whose engine shares its prompt.
 
-        Raises TimeoutError after ``timeout_s``, and KeyboardInterrupt as soon as ``interrupted()``.
+        Raises TimeoutError after ``timeout_s``, WorkerDied, and KeyboardInterrupt as soon as ``interrupted()``.
         """
         shares: list[list[int]] = [[] for _ in self._workers]
         owner: dict[str, int] = {}
@@ -55,20 +57,26 @@ class RolloutPool:
                 left = sum(map(len, pending.values()))
                 raise TimeoutError(f"{left} of {len(requests)} episodes were not done after {timeout_s:.0f} s")
             for reference in done:
-                for place, episode in zip(pending.pop(reference), ray.get(reference), strict=True):
+                answer = wait_all({"a worker": reference}, "RolloutWorker.generate", 600.0)["a worker"]
+                for place, episode in zip(pending.pop(reference), answer, strict=True):
                     episodes[place] = episode
         return episodes
 
     def update_weights(self, exported: Any, version: int, timeout_s: float = 600.0) -> None:
         """Give every worker the weights in the object reference ``exported``, as those of step ``version``."""
-        held = ray.get([actor.update_weights.remote(exported, version) for actor in self._workers], timeout=timeout_s)
+        updates = {
+            f"worker {index}": actor.update_weights.remote(exported, version)
+            for index, actor in enumerate(self._workers)
+        }
+        held = wait_all(updates, "RolloutWorker.update_weights", timeout_s).values()
         assert set(held) == {version}, f"engines hold the weights of steps {held}, not of {version}"
 
     def step_metrics(self, gen_s: float) -> dict[str, float]:
         """What the workers did since the last call: ``search/{calls,empty,errors}``, and ``perf/engine_busy_share``,
         the share of ``gen_s`` seconds in which an engine was generating (the mean over the engines)."""
         total: dict[str, float] = {}
-        for one in ray.get([actor.metrics.remote() for actor in self._workers], timeout=60):
+        asked = {f"worker {index}": actor.metrics.remote() for index, actor in enumerate(self._workers)}
+        for one in wait_all(asked, "RolloutWorker.metrics", 60.0).values():
             for name, value in one.items():
                 total[name] = total.get(name, 0.0) + value
         done = {name: value - self._before.get(name, 0.0) for name, value in total.items()}
