@@ -12,7 +12,7 @@ if __package__ in (None, ""):  # started as a file: its own folder is on the pat
 from verl.trainer.config import REPO_ROOT, Config, config_to_yaml, load_config
 from verl.trainer.config.loading import key_table, profiles
 from verl.trainer.config.validation import check_inputs
-from verl.utils.checkpoint import CheckpointError
+from verl.utils.checkpoint import CheckpointError, is_disk_full
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -59,8 +59,12 @@ def _run(config: Config) -> int:
         run(config)
     except KeyboardInterrupt as stop:
         return _fail(str(stop) or "stopped", INTERRUPTED)
-    except (CheckpointError, WorkerDied, TimeoutError) as error:
+    except (CheckpointError, WorkerDied, TimeoutError, ConnectionError, FloatingPointError) as error:
         return _fail(str(error), FAILURE)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        return _fail(f"the disk is full ({error}); free some space and start again to resume", FAILURE)
     except ValueError as error:
         if (sentence := users_mistake(error)) is None:
             raise

@@ -27,15 +27,17 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointManager:
-    """The ``global_step_{n}`` folders under ``directory``. Leftovers of a crash are removed at the start.
+    """The ``global_step_{n}`` folders under ``directory``. Leftovers of a crash are removed at the start, except where
+    another process may be writing (``clean=False``).
 
     ``max_to_keep`` folders stay (None: all); one that was just written always does.
     """
 
-    def __init__(self, directory: str | Path, max_to_keep: int | None = None) -> None:
+    def __init__(self, directory: str | Path, max_to_keep: int | None = None, clean: bool = True) -> None:
         self.directory = Path(directory)
         self._max_to_keep = max_to_keep
-        self._clean()
+        if clean:
+            self._clean()
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Call ``write`` with an empty folder, make it durable, and put it in place as ``global_step_{step}``.

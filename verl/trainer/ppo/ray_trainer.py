@@ -20,7 +20,7 @@ from verl.trainer.config.convert import config_to_yaml
 from verl.trainer.config.paths import run_dir
 from verl.trainer.config.schema import Config
 from verl.trainer.ppo.batch import assemble, episode_rows, group_requests
-from verl.trainer.ppo.core_algos import ADVANTAGE_ESTIMATORS, entropy_coefficient
+from verl.trainer.ppo.core_algos import ADVANTAGE_ESTIMATORS, entropy_coefficient, zero_variance_groups
 from verl.trainer.ppo.curriculum_scheduler import CurriculumScheduler
 from verl.trainer.ppo.metrics import (
     batch_metrics,
@@ -38,7 +38,7 @@ from verl.utils.dataset import Question, QuestionStream, RLHFDataset
 from verl.utils.tokenizer import load_tokenizer
 from verl.utils.tracking import Tracking
 from verl.workers.fsdp_workers import ActorRefWorker
-from verl.workers.reward_manager.naive import NaiveRewardManager, shaping_warning
+from verl.workers.reward_manager.naive import NaiveRewardManager
 
 log = logging.getLogger(__name__)
 GENERATE_TIMEOUT_S = 3600.0
@@ -48,6 +48,10 @@ def run(config: Config) -> None:
     """Train (or, with ``trainer.val_only``, validate) as the configuration says, on a Ray that runs or on our own."""
     with connect(config.ray):
         RayPPOTrainer(config).fit()
+
+
+class StopNow(KeyboardInterrupt):
+    """The second Ctrl-C: nothing more is saved."""
 
 
 class Stopwatch:
@@ -80,15 +84,18 @@ class RayPPOTrainer:
         self.dir = run_dir(config)
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         self.train_set = None if config.trainer.val_only else self._dataset(config.data.train_files)
-        self.val_set = self._dataset(config.data.val_files, config.data.val_max_samples)
+        files, limit = config.data.val_files, config.data.val_max_samples
+        self.val_set = self._dataset(files, limit) if files or config.trainer.val_only else None
         self.rewards = NaiveRewardManager(config.reward_model)
         self.curriculum = CurriculumScheduler(config.curriculum, config.max_turns, config.reward_model.min_turns)
         self.monitor = BehaviorMonitor(config.monitor, self.dir / "behavior_alerts.jsonl")
         self.lock = None if config.trainer.val_only else lock_folder(self.dir)  # held until the process ends
         self.dir.mkdir(parents=True, exist_ok=True)
-        self.checkpoints = CheckpointManager(self.dir / "checkpoints", config.trainer.max_ckpt_to_keep)
+        self.checkpoints = CheckpointManager(
+            self.dir / "checkpoints", config.trainer.max_ckpt_to_keep, clean=not config.trainer.val_only
+        )
         self.step = self._saved = 0
-        self._interrupted = False
+        self._interrupted = self._updating = False
         if self.train_set:
             self.stream = QuestionStream(
                 self.train_set,
@@ -97,8 +104,6 @@ class RayPPOTrainer:
                 seed=config.trainer.seed,
             )
             self._stream_state = self.stream.state_dict()
-        if warning := shaping_warning(config.reward_model, config.algorithm.gamma):
-            log.warning(warning)
 
     def _dataset(self, files: Sequence[str], limit: int | None = None) -> RLHFDataset:
         data = self.config.data
@@ -125,11 +130,28 @@ class RayPPOTrainer:
                 self._announce(found)
                 try:
                     self._loop(total)
+                except StopNow:
+                    raise
                 except KeyboardInterrupt:
                     if trainer.val_only or not self.step:
                         raise KeyboardInterrupt("stopped before the first step was done") from None
                     self.save()
-                    raise KeyboardInterrupt(f"step {self.step} is saved; the same command goes on from there") from None
+                    raise KeyboardInterrupt(
+                        f"step {self.step} is saved; trainer.resume_mode=auto goes on there"
+                    ) from None
+                except Exception:
+                    self._rescue()
+                    raise
+
+    def _rescue(self) -> None:
+        """After a failure outside of the update: whole steps that no checkpoint holds yet are saved if they can be."""
+        if self.config.trainer.val_only or self._updating or self._saved == self.step:
+            return
+        try:
+            self.save()
+            self.tracking.say(f"step {self.step} is saved", warn=True)
+        except Exception as error:  # the failure that brought us here is the one to show
+            log.warning(f"step {self.step} could not be saved: {error}")
 
     def _announce(self, found: Path | None) -> None:
         """What is about to run, in a few lines."""
@@ -139,7 +161,7 @@ class RayPPOTrainer:
         if self.train_set:
             episodes = f"{data.train_batch_size} x {config.agent_grpo.n} episodes a step"
             say(f"{len(self.train_set)} training questions, {episodes}")
-        say(f"{len(self.val_set)} validation questions; search_engine={config.search_engine}")
+        say(f"{len(self.val_set or ())} validation questions; search_engine={config.search_engine}")
         say(f"writing to {self.dir}" + (f", going on from {found.name}" if found else ""))
 
     def _loop(self, total: int) -> None:
@@ -157,8 +179,6 @@ class RayPPOTrainer:
                     metrics |= self.validate()
             finally:  # what a step was is written down even if its validation is cut short
                 self.tracking.log(self.step, metrics)
-            for alert in self.monitor.alerts:
-                self.tracking.say(alert.message, warn=True)
             halted = self.monitor.alerts and self.config.monitor.on_alert == "halt"
             if halted or self._due(trainer.save_freq, total):
                 self.save()
@@ -176,8 +196,10 @@ class RayPPOTrainer:
         watch = Stopwatch(self.tracking.status)
         with watch("step"):
             questions = self.stream.next_batch()
+            self.rollouts.step_metrics(1.0)  # what validation did since is not this step's
             with watch("gen"):
                 episodes = self.generate(questions, step)
+            worked = self.rollouts.step_metrics(watch.seconds["gen"])
             with watch("assemble"):
                 batch = assemble(episodes, self.tokenizer.pad_token_id)
                 batch.meta_info |= self._meta(step)
@@ -193,17 +215,18 @@ class RayPPOTrainer:
                 self.advantage(batch, questions, step)
             if self._interrupted:  # nothing of this step has reached the weights yet
                 raise KeyboardInterrupt
+            self._updating = True  # from here to the next whole step the weights belong to none
             with watch("update_actor"):
                 updated = self.actor.update_actor(self._inputs(batch, *self._training_keys(batch)))
                 batch.batch["old_log_probs"] = updated.batch["old_log_probs"]
             with watch("update_weights"):
                 self.sync(step)
-            self.step, self._stream_state = step, self.stream.state_dict()
+            self.step, self._stream_state, self._updating = step, self.stream.state_dict(), False
             with watch("monitor"):
                 metrics = self.learn(batch, episodes, info) | updated.meta_info["metrics"]
         metrics |= timing_metrics(watch.seconds)
-        metrics |= self.rollouts.step_metrics(watch.seconds["gen"])
-        metrics |= throughput_metrics(batch.batch, watch.seconds, self.config.trainer.n_gpus_per_node)
+        metrics |= worked
+        metrics |= throughput_metrics(batch.batch, watch.seconds, self.actor.world_size)
         self.write_rollouts(f"rollout_step_{step}.json", episodes, info, batch.batch["advantages"])
         return metrics
 
@@ -286,15 +309,18 @@ class RayPPOTrainer:
         metrics |= self.monitor.observe(self.step, episodes, [float(value) for value in info["return"]])
         metrics |= episode_metrics(episodes)
         metrics |= rollout_gap_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], tensors["response_mask"])
-        metrics["adv/zero_variance_groups"] = metrics.get("behavior/zero_variance_share", 0.0) * len(
-            set(batch.non_tensor_batch["uid"])
+        silent, _ = zero_variance_groups(
+            tensors["token_level_scores"], tensors["response_mask"], batch.non_tensor_batch["uid"]
         )
+        metrics["adv/zero_variance_groups"] = float(silent)
         valid = info["valid"]
         self.curriculum.update(float(info["f1"][valid].mean()) if valid.any() else math.nan, self.step)
         return metrics
 
     def validate(self) -> dict[str, float]:
         """Play every validation question once (``val_kwargs.n`` times) and write the episodes down."""
+        if self.val_set is None:
+            return {}
         kwargs = self.config.actor_rollout_ref.rollout.val_kwargs
         trainer = self.config.trainer
         watch = Stopwatch(self.tracking.status)
@@ -412,10 +438,11 @@ class RayPPOTrainer:
         """The first Ctrl-C (or SIGTERM) ends the run at the next safe point, the second at once."""
 
         def handle(*_: Any) -> None:
-            if self._interrupted:
-                raise KeyboardInterrupt
-            self._interrupted = True
-            print("\nstopping: saving the last whole step (again to stop at once)", flush=True)
+            if not self._interrupted:
+                self._interrupted, self._interrupted_at = True, time.monotonic()
+                print("\nstopping: saving the last whole step (again to stop at once)", flush=True)
+            elif time.monotonic() - self._interrupted_at > 1:  # a group's signal and a script's are one Ctrl-C
+                raise StopNow("stopped at once; the last checkpoint is the one to go on from")
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

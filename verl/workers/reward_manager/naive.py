@@ -134,17 +134,6 @@ def shaping_rewards(phi: Sequence[float], gamma: float, terminal: str, ends_in_t
     return shaped
 
 
-def shaping_warning(config: RewardConfig, discount: float) -> str | None:
-    """One sentence where shaping may move the optimum because ``discount`` (algorithm.gamma) is not its own."""
-    if not config.use_pbrs or config.pbrs.gamma == discount:
-        return None
-    return (
-        f"reward_model.pbrs.gamma={config.pbrs.gamma} differs from algorithm.gamma={discount}: shaping keeps the best "
-        "policy only where the return is discounted per turn by the same factor, so the optimum may move "
-        "(below the other it favours short episodes); give both the same value"
-    )
-
-
 def potentials(turns: Sequence[Turn], golds: Sequence[str]) -> list[float]:
     """Phi before each turn and after the last: how much of the best alias the observations so far contain.
 

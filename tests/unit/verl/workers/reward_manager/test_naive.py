@@ -16,7 +16,6 @@ from verl.workers.reward_manager.naive import (
     potentials,
     repeated_turns,
     shaping_rewards,
-    shaping_warning,
 )
 
 OUTCOME_ONLY = RewardConfig(use_early_stop_penalty=False)
@@ -200,13 +199,6 @@ def test_closed_shaping_keeps_the_optimal_policy_and_carry_does_not():
         np.testing.assert_allclose(closed_value, plain_value - phi, atol=1e-12)
         moved += bool((optimum("carry")[0] != plain).any())
     assert moved > 0
-
-
-def test_warning_where_the_discounts_differ():
-    assert shaping_warning(SHAPED, 1.0) is None
-    assert shaping_warning(OUTCOME_ONLY, 0.5) is None
-    text = shaping_warning(SHAPED, 0.9)
-    assert "reward_model.pbrs.gamma=1.0 differs from algorithm.gamma=0.9" in text
 
 
 # --- potential -------------------------------------------------------------------------------------------------------
