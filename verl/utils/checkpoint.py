@@ -90,13 +90,6 @@ class CheckpointManager:
             raise ValueError(f"trainer.resume_mode={resume_mode} is not a checkpoint; {hint}")
         return path
 
-    @staticmethod
-    def step_of(path: Path) -> int:
-        """The step in a checkpoint folder's name."""
-        match = STEP_DIR.fullmatch(path.resolve().name)
-        assert match, path
-        return int(match[1])
-
     def _steps(self) -> list[int]:
         if not self.directory.is_dir():
             return []

@@ -127,10 +127,6 @@ class QuestionStream:
         """Batches that show every question ``epochs`` times; the last may go a little beyond."""
         return -(-epochs * len(self._dataset) // self._batch_size)
 
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
     def next_batch(self) -> list[Question]:
         """The next ``batch_size`` questions."""
         indices = self._order[self._position : self._position + self._batch_size]

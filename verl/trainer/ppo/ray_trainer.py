@@ -179,11 +179,11 @@ class RayPPOTrainer:
                     metrics |= self.validate()
             finally:  # what a step was is written down even if its validation is cut short
                 self.tracking.log(self.step, metrics)
-            halted = self.monitor.alerts and self.config.monitor.on_alert == "halt"
+            halted = self.monitor.halt_reason
             if halted or self._due(trainer.save_freq, total):
                 self.save()
             if halted:
-                self.tracking.say(f"halted at step {self.step}, as monitor.on_alert=halt asks", warn=True)
+                self.tracking.say(f"halted, as monitor.on_alert=halt asks: {halted}", warn=True)
                 return
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -380,10 +380,10 @@ class RayPPOTrainer:
 
     @property
     def total_steps(self) -> int:
-        trainer, data = self.config.trainer, self.config.data
+        trainer = self.config.trainer
         if trainer.total_training_steps is not None:
             return trainer.total_training_steps
-        return max(1, trainer.total_epochs * len(self.train_set) // data.train_batch_size)
+        return self.stream.steps(trainer.total_epochs)
 
     def start_workers(self) -> None:
         """Actor ranks and rollout workers, side by side on the same cards; both load at the same time."""
