@@ -1,0 +1,1 @@
+"""The training framework: driver, workers, algorithms."""
