@@ -9,10 +9,10 @@ DEMO = ("profile=cpu_demo", "trainer.val_before_train=false", "trainer.test_freq
 
 @pytest.mark.timeout(900)
 def test_reward_and_search_depth_rise(start):
-    run = start("trainer.total_training_steps=14", "trainer.save_freq=0", "trainer.seed=3", base=DEMO)
+    run = start("trainer.total_training_steps=10", "trainer.save_freq=0", "trainer.seed=3", base=DEMO)
     assert run.finish(800) == 0, run.text
     steps = run.metrics
-    assert [row["step"] for row in steps] == list(range(1, 15))
+    assert [row["step"] for row in steps] == list(range(1, 11))
 
     def mean(name: str, rows: list[dict]) -> float:
         return fmean(row[name] for row in rows)
