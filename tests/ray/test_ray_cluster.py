@@ -20,11 +20,13 @@ from verl.single_controller.ray_cluster import REPO_ROOT, _answers
 from verl.trainer.config.schema import RayConfig
 
 DRIVER = """
-import os, sys, time
+import os, signal, sys, time
 sys.path.insert(0, {repo!r})
 from verl.single_controller import connect
 from verl.trainer.config.schema import RayConfig
 import ray
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 
 @ray.remote(num_cpus=0)
 def where():
