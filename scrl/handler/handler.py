@@ -11,11 +11,12 @@ import threading
 import time
 import unicodedata
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from scrl.handler.config import HandlerConfig
+from scrl.handler.contexts import EpisodeContexts
 from scrl.handler.metrics import HandlerMetrics
 from scrl.handler.web_search_agent.local_index import Row
 from scrl.handler.web_search_agent.search_api import SearchBackend, SearchError, make_backend
@@ -65,6 +66,7 @@ class SearchHandler:
         self._config = config
         self._backend = make_backend(config) if backend is None else backend
         self._metrics = HandlerMetrics()
+        self._contexts = EpisodeContexts()
         self._pool = ThreadPoolExecutor(config.max_workers, thread_name_prefix="search")
         # One lock for all that follows; futures are resolved outside it, since their callbacks may call submit.
         self._changed = threading.Condition()
@@ -79,7 +81,15 @@ class SearchHandler:
         """Run ``calls`` at once; their results in order, within ``timeout_s`` (default: the configured one)."""
         return [future.result() for future in [self.submit(call, timeout_s) for call in calls]]
 
-    def submit(self, call: ToolCall, timeout_s: float | None = None) -> "Future[ToolResult]":
+    def submit(
+        self,
+        call: ToolCall,
+        timeout_s: float | None = None,
+        *,
+        episode_id: str = "",
+        question: str = "",
+        allowed_urls: Collection[str] | None = None,
+    ) -> "Future[ToolResult]":
         """Start ``call``; a future that never raises and is resolved by the call's deadline. It can't be cancelled.
 
         ``items`` has one list for each query of the call, in order. A call is ``ok`` when at least one of its queries
@@ -109,6 +119,10 @@ class SearchHandler:
         if finished:
             self._answer(pending)
         return pending.future
+
+    def release(self, episode_id: str) -> None:
+        """The episode has ended, however it did: what it found and read is forgotten."""
+        self._contexts.release(episode_id)
 
     def metrics(self) -> dict[str, float]:
         """Counts and latencies since the start, as ``search/...``; see HandlerMetrics."""

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import logging
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ _CHARS_PER_TOKEN = 16  # a result's text is cut here before it is encoded, so th
 class ToolHandler(Protocol):
     """Runs tool calls elsewhere (threads, a server). A tool's failure is the future's value, not its exception."""
 
-    def submit(self, call: ToolCall) -> "Future[ToolResult]": ...
+    def submit(self, call: ToolCall, *, episode_id: str, question: str) -> "Future[ToolResult]":
+        """``episode_id`` is used by one episode only: what its calls found is kept under it until ``release``."""
+        ...
+
+    def release(self, episode_id: str) -> None:
+        """The episode has ended, however it did. Neither blocks nor raises."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -86,15 +93,18 @@ class LLMGenerationManager:
             data_source=request.data_source,
             prompt_ids=list(request.prompt_ids),
         )
+        episode_id = f"{request.uid}/{request.sample_index}/{uuid.uuid4().hex}"
         try:
-            await self._play(request, episode)
+            await self._play(request, episode, episode_id)
         except Exception as error:  # whatever it was, the other episodes of the batch must live
             logger.exception("episode %s/%d failed", request.uid, request.sample_index)
             episode.finish = "error"
             episode.error = f"Turn {len(episode.turns)} failed: {type(error).__name__}: {error}"
+        finally:  # also when cancelled
+            self._handler.release(episode_id)
         return episode
 
-    async def _play(self, request: EpisodeRequest, episode: Episode) -> None:
+    async def _play(self, request: EpisodeRequest, episode: Episode, episode_id: str) -> None:
         tool_turns = 0
         while True:
             budget = min(self._settings.max_turn_tokens, self._room(episode))
@@ -114,7 +124,7 @@ class LLMGenerationManager:
                 turn.kind, turn.reason = "malformed", "it called a tool when no calls were left"
                 episode.finish = "max_turns"
                 return
-            observation, observation_ids = await self._tool_turn(parsed, turn)
+            observation, observation_ids = await self._tool_turn(parsed, turn, episode_id, request.question)
             tool_turns += 1
             framed = self._frame.wrap(
                 observation_ids,
@@ -161,11 +171,11 @@ class LLMGenerationManager:
         episode.turns.append(turn)
         return turn, parsed, completion
 
-    async def _tool_turn(self, call: ToolCall, turn: Turn) -> tuple[str, list[int]]:
+    async def _tool_turn(self, call: ToolCall, turn: Turn, episode_id: str, question: str) -> tuple[str, list[int]]:
         """Runs the call; (observation, its token ids), at most ``max_obs_length`` of them. A failure is told in it."""
         started = time.perf_counter()
         if call.name in self._settings.tools:
-            result = await self._run_tool(call)
+            result = await self._run_tool(call, episode_id, question)
         else:
             message = f"{call.name} is not available; use {' or '.join(self._settings.tools)}."
             result = ToolResult(ok=False, error=message, error_kind="bad_request")
@@ -176,10 +186,11 @@ class LLMGenerationManager:
         (asked,) = call.arguments.values()
         return self._fit_results(asked, result.items)
 
-    async def _run_tool(self, call: ToolCall) -> ToolResult:
+    async def _run_tool(self, call: ToolCall, episode_id: str, question: str) -> ToolResult:
         deadline = self._settings.tool_timeout_s + _TOOL_GRACE_S
+        future = self._handler.submit(call, episode_id=episode_id, question=question)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._handler.submit(call)), deadline)
+            return await asyncio.wait_for(asyncio.wrap_future(future), deadline)
         except TimeoutError:
             return ToolResult(ok=False, error=f"{call.name} took more than {deadline:g} s.", error_kind="timeout")
 

@@ -59,15 +59,21 @@ class ScriptedHandler:
 
     results: list
     calls: list[ToolCall] = field(default_factory=list)
+    episodes: list[tuple[str, str]] = field(default_factory=list)  # (episode id, question) of each call
+    released: list[str] = field(default_factory=list)
 
-    def submit(self, call: ToolCall) -> "Future[ToolResult]":
+    def submit(self, call: ToolCall, *, episode_id: str, question: str) -> "Future[ToolResult]":
         self.calls.append(call)
+        self.episodes.append((episode_id, question))
         result, future = self.results[len(self.calls) - 1], Future()
         if isinstance(result, Exception):
             future.set_exception(result)
         elif result is not None:
             future.set_result(result)
         return future
+
+    def release(self, episode_id: str) -> None:
+        self.released.append(episode_id)
 
 
 class Stage:
