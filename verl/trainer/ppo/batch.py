@@ -1,15 +1,18 @@
 """Finished episodes to the padded tensors that the workers take, and to the rows that people read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scrl.types import Episode, EpisodeRequest
+from scrl.types import Episode, EpisodeRequest, Turn
 from verl.protocol import DataProto
 from verl.utils.dataset import Question
+
+MAX_TOKENS_SHOWN = 50_000  # a step; about 2 MB of its rollout file
 
 
 def group_requests(
@@ -87,11 +90,21 @@ def assemble(episodes: Sequence[Episode], pad_id: int) -> DataProto:
 
 
 def episode_rows(
-    episodes: Sequence[Episode], tokenizer: Any, info: dict[str, np.ndarray], advantages: Tensor | None = None
+    episodes: Sequence[Episode],
+    tokenizer: Any,
+    info: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> list[dict[str, Any]]:
     """One JSON-able row an episode, in the given order: the family's ``idx``, ``question`` and ``message_str``, and
-    beside them golds, answer, turns and the reward's components."""
+    beside them golds, answer, turns and the reward's components.
+
+    ``tensors``, each (B, R), of a trained batch: with ``advantages`` and ``token_level_scores`` a row tells what each
+    turn earned; with ``old_log_probs`` and ``response_mask`` too, the first ``MAX_TOKENS_SHOWN`` sampled tokens of the
+    batch are written down one by one.
+    """
     rows = []
+    text_of = cache(lambda token: tokenizer.decode([token], skip_special_tokens=False))
+    room = MAX_TOKENS_SHOWN
     for place, episode in enumerate(episodes):
         ids = episode.prompt_ids + episode.response_ids
         row = {
@@ -106,25 +119,61 @@ def episode_rows(
             "uid": episode.uid,
             "sample_index": episode.sample_index,
             "search_depth": episode.search_depth,
-            "turns": [
-                {
-                    "kind": turn.kind,
-                    "think": turn.think,
-                    "queries": turn.queries,
-                    "answer": turn.answer,
-                    "reason": turn.reason,
-                    "observation": turn.observation,
-                    "search_ok": turn.search_ok,
-                    "latency_s": round(turn.latency_s, 4),
-                }
-                for turn in episode.turns
-            ],
+            "turns": [_turn_row(turn) for turn in episode.turns],
             "reward": {
-                name: values[place] if name == "phi" else round(float(values[place]), 6)
+                name: values[place] if values.dtype == object else round(float(values[place]), 6)
                 for name, values in info.items()
             },
         }
-        if advantages is not None:
-            row["advantage"] = [float(advantages[place, turn.span[1] - 1]) for turn in episode.turns]
         rows.append(row)
+        if tensors is None:
+            continue
+        spans = [slice(*turn.span) for turn in episode.turns]
+        row["advantage"] = [float(tensors["advantages"][place, span.stop - 1]) for span in spans]
+        if "token_level_scores" in tensors.keys():  # a TensorDict has no other way to ask
+            row["turn_reward"] = [float(tensors["token_level_scores"][place, span].sum()) for span in spans]
+        room -= sum(span.stop - span.start for span in spans)
+        if "old_log_probs" in tensors.keys() and room >= 0:
+            for turn, span in zip(row["turns"], spans, strict=True):
+                turn["tokens"] = _token_row(episode, place, span, tensors, text_of)
     return rows
+
+
+def _turn_row(turn: Turn) -> dict[str, Any]:
+    row = {
+        "kind": turn.kind,
+        "think": turn.think,
+        "queries": turn.queries,
+        "answer": turn.answer,
+        "reason": turn.reason,
+        "observation": turn.observation,
+        "observation_tokens": turn.observation_tokens,
+        "search_ok": turn.search_ok,
+        "latency_s": round(turn.latency_s, 4),
+        "generate_s": round(turn.generate_s, 4),
+    }
+    if turn.tool_call is not None:
+        row["tool_call"] = {"name": turn.tool_call.name, "arguments": turn.tool_call.arguments}
+    if turn.kind == "malformed":
+        row["text"] = turn.text
+    return row
+
+
+def _token_row(
+    episode: Episode, place: int, span: slice, tensors: Mapping[str, Tensor], text_of: Callable[[int], str]
+) -> dict[str, str]:
+    """A turn's sampled tokens. Columns are strings of numbers, as JSON lists would take a line for each number.
+
+    ``text`` is all of them together and ``widths`` each one's characters of it; ``loss`` holds a 1 for each token that
+    carries loss; ``engine`` and ``trainer`` are log-probs at the sampling temperature.
+    """
+    ids = episode.response_ids[span]
+    texts = [text_of(token) for token in ids]
+    return {
+        "ids": " ".join(map(str, ids)),
+        "text": "".join(texts),
+        "widths": " ".join(str(len(text)) for text in texts),
+        "loss": "".join("1" if kept else "0" for kept in tensors["response_mask"][place, span].tolist()),
+        "engine": " ".join(f"{value:.4f}" for value in episode.rollout_logprobs[span]),
+        "trainer": " ".join(f"{value:.4f}" for value in tensors["old_log_probs"][place, span].tolist()),
+    }

@@ -5,7 +5,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -227,7 +227,7 @@ class RayPPOTrainer:
         metrics |= timing_metrics(watch.seconds)
         metrics |= worked
         metrics |= throughput_metrics(batch.batch, watch.seconds, self.actor.world_size)
-        self.write_rollouts(f"rollout_step_{step}.json", episodes, info, batch.batch["advantages"])
+        self.write_rollouts(f"rollout_step_{step}.json", episodes, info, batch.batch)
         return metrics
 
     # ------------------------------------------------------------------------------------------------ a step's phases
@@ -350,11 +350,11 @@ class RayPPOTrainer:
         name: str,
         episodes: Sequence[Episode],
         info: dict[str, np.ndarray],
-        advantages: torch.Tensor | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         folder = self.dir / "rollout"
         folder.mkdir(parents=True, exist_ok=True)
-        save_json(folder / name, episode_rows(episodes, self.tokenizer, info, advantages))
+        save_json(folder / name, episode_rows(episodes, self.tokenizer, info, tensors))
 
     def _meta(self, step: int) -> dict[str, Any]:
         actor = self.config.actor_rollout_ref.actor

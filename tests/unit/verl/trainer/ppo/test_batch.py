@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from scrl.types import Episode, ToolCall, Turn
 from verl.trainer.ppo.batch import assemble, episode_rows, group_requests
@@ -100,10 +101,44 @@ def test_rows_for_people_hold_the_turns_with_their_advantages():
     info["phi"] = np.empty(1, dtype=object)
     info["phi"][0] = [0.0, 1.0, 1.0]
     advantages = torch.tensor([[0.1, 0.2, 0.0, 0.0, 0.0, 0.3]])
-    (row,) = episode_rows([episode()], Words(), info, advantages)
+    (row,) = episode_rows([episode()], Words(), info, {"advantages": advantages})
     assert row["message_str"] == "1 2 3 11 12 90 91 92 13"
     assert (row["idx"], row["question"], row["ground_truths"], row["answer"]) == (7, "Who?", ["Ann"], "Ann")
     assert [turn["kind"] for turn in row["turns"]] == ["tool_call", "answer"]
     assert row["turns"][0]["queries"] == ["q"]
     assert row["reward"] == {"f1": 1.0, "phi": [0.0, 1.0, 1.0]}
     assert [round(value, 4) for value in row["advantage"]] == [0.2, 0.3]
+
+
+class Letters:
+    def decode(self, ids, skip_special_tokens):
+        return "".join({11: "é", 12: "<|im_end|>", 13: "Ann"}.get(token, "?") for token in ids)
+
+
+def trained(row: Episode) -> TensorDict:
+    tensors = assemble([row, episode(finish="error")], PAD).batch
+    tensors["old_log_probs"] = tensors["rollout_log_probs"] + 0.125
+    tensors["advantages"] = torch.full((2, 6), 0.5)
+    tensors["token_level_scores"] = torch.tensor([[0.0, -0.25, 9.0, 9.0, 9.0, 1.0], [0.0] * 6])
+    return tensors
+
+
+def test_rows_of_a_trained_batch_hold_what_a_turn_earned_and_its_tokens():
+    rows = episode_rows([episode(), episode(finish="error")], Letters(), {}, trained(episode()))
+    assert rows[0]["turn_reward"] == [-0.25, 1.0]
+    assert rows[0]["turns"][0]["tokens"] == {
+        "ids": "11 12",
+        "text": "é<|im_end|>",
+        "widths": "1 10",
+        "loss": "11",
+        "engine": "-0.5000 -0.2500",
+        "trainer": "-0.3750 -0.1250",
+    }
+    assert rows[0]["turns"][0]["tool_call"] == {"name": "web_search", "arguments": {"query": ["q"]}}
+    assert [turn["tokens"]["loss"] for turn in rows[1]["turns"]] == ["00", "0"]  # failed: no loss
+
+
+def test_tokens_are_written_for_the_first_episodes_only(monkeypatch):
+    monkeypatch.setattr("verl.trainer.ppo.batch.MAX_TOKENS_SHOWN", 5)
+    rows = episode_rows([episode(), episode()], Letters(), {}, trained(episode()))
+    assert [["tokens" in turn for turn in row["turns"]] for row in rows] == [[True, True], [False, False]]
