@@ -7,12 +7,10 @@ several are drawn over one another. Rings are validation. A run that is still go
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -24,9 +22,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from any directory
+
+from verl.utils.report.metrics import SMOOTH_FROM, Run, phase_seconds, read_run, smooth
+
 COLOURS = ("#2f6db5", "#d9662b", "#3a9a5b", "#8a5fb0", "#c23b57", "#7a6a4f")
 INK, FAINT = "#2b2f36", "#8a9099"
-SMOOTH_FROM = 24  # steps; fewer points are clearer as they are
 
 
 @dataclass(frozen=True)
@@ -47,37 +48,7 @@ PANELS = (
     Panel("Entropy", "actor/entropy"),
     Panel("Seconds a step", "timing_s/step"),
 )
-# What of a step's time is drawn together, bottom up; what no phase covers is "other".
-PHASES = {
-    "generation and search": ("timing_s/gen",),
-    "log-probs": ("timing_s/old_log_prob", "timing_s/ref_log_prob"),
-    "update": ("timing_s/update_actor",),
-    "weight sync": ("timing_s/update_weights",),
-}
 PHASE_COLOURS = ("#2f6db5", "#7fb2dd", "#d9662b", "#f2b48a", "#d5d8dd")
-
-
-class Run:
-    """One run's metrics as columns over its steps."""
-
-    def __init__(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        merged: dict[int, dict[str, Any]] = {}
-        for row in rows:  # a step may be logged in two lines: training, then validation
-            merged.setdefault(row["step"], {}).update(row)
-        self.name = name
-        self.steps = sorted(merged)
-        self._rows = [merged[step] for step in self.steps]
-
-    def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values where the metric is a number; both (n,), n may be 0."""
-        points = [(s, row[metric]) for s, row in zip(self.steps, self._rows, strict=True) if _is_number(row, metric)]
-        steps, values = zip(*points, strict=True) if points else ((), ())
-        return np.array(steps, dtype=float), np.array(values, dtype=float)
-
-
-def _is_number(row: Mapping[str, Any], metric: str) -> bool:
-    value = row.get(metric)
-    return isinstance(value, (int, float)) and bool(np.isfinite(value))
 
 
 def load_run(path: Path) -> Run:
@@ -88,31 +59,17 @@ def load_run(path: Path) -> Run:
     """
     file = path if path.is_file() else path / "metrics.jsonl"
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        run = read_run(file)
     except OSError as error:
         raise ValueError(
             f"{file} can't be read ({error.strerror}); give a run's folder, outputs/{{project}}/{{experiment}}, "
             "whose trainer.logger has jsonl"
         ) from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            rows.append({**row, "step": int(row["step"])})
-        except (ValueError, TypeError, KeyError):
-            if number < len(lines):
-                raise ValueError(
-                    f"{file}, line {number} is no metrics object with a step ({line[:60]!r}); remove that line"
-                ) from None
-    if not rows:
+    if run.problems:
+        raise ValueError(f"{run.problems[0]}; remove that line")
+    if not run.steps:
         raise ValueError(f"{file} has no finished step yet; draw it again after the first one")
-    return Run(file.resolve().parent.name, rows)
-
-
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a tenth of the run, (n,) to (n,); the window shrinks at the ends."""
-    half = max(1, len(values) // 20)
-    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+    return run
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -200,22 +157,15 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> bool:
 
 def _draw_time(axes: Axes, run: Run) -> bool:
     """Seconds of each phase stacked to the whole step."""
-    steps, whole = run.series("timing_s/step")
+    steps, phases = phase_seconds(run)
     if not len(steps):
         return False
-    layers = []
-    for metrics in PHASES.values():
-        by_step: dict[float, float] = {}
-        for metric in metrics:
-            for step, seconds in zip(*run.series(metric), strict=True):
-                by_step[step] = by_step.get(step, 0.0) + seconds
-        layers.append(np.array([by_step.get(step, 0.0) for step in steps]))
-    layers.append(np.maximum(0.0, whole - np.sum(layers, axis=0)))
-    names = (*PHASES, "other")
+    names, layers = list(phases), list(phases.values())
+    highest = float(np.sum(layers, axis=0).max())
     if len(steps) == 1:
         steps, layers = np.array([steps[0] - 0.4, steps[0] + 0.4]), [np.repeat(layer, 2) for layer in layers]
     areas = axes.stackplot(steps, layers, colors=PHASE_COLOURS, labels=names)
-    axes.set_ylim(0, float(whole.max()) * 1.6)  # room for the legend
+    axes.set_ylim(0, highest * 1.6)  # room for the legend
     axes.legend(handles=areas[::-1], loc="upper right", fontsize=7.5, frameon=False, ncols=2, handlelength=1)
     return True
 
