@@ -1,38 +1,33 @@
 """The threaded search handler: tool calls in, results out, in order, each by its deadline, failures as values.
 
 A query travels as a *flight*: the one search that everybody who asks the same at the same time waits for. A call is
-*pending* until its flights have landed or its deadline has passed, whichever is first.
+*pending* until its flights have landed or its deadline has passed, whichever is first. What the cache has in memory
+is answered at once; what it may have on disk is looked up on a thread of its own, so that neither the caller nor a
+thread that could search waits for a disk, and a hit never queues behind slow searches.
 """
 
 import heapq
 import itertools
 import logging
+import sys
 import threading
 import time
-import unicodedata
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
+if __package__ in (None, ""):  # started as a file: its own folder is on the path, the repository is not
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scrl.handler.cache import Outcome, SearchCache, normalise_query
 from scrl.handler.config import HandlerConfig
 from scrl.handler.contexts import EpisodeContexts
 from scrl.handler.metrics import HandlerMetrics
-from scrl.handler.web_search_agent.local_index import Row
 from scrl.handler.web_search_agent.search_api import SearchBackend, SearchError, make_backend
 from scrl.types import ToolCall, ToolResult
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What became of one query: rows, or an error."""
-
-    rows: list[Row] = field(default_factory=list)
-    error_kind: str = ""
-    error: str = ""
-    cached: bool = False
 
 
 @dataclass(eq=False)
@@ -41,7 +36,7 @@ class _Pending:
 
     started: float
     deadline: float
-    outcomes: list[_Outcome | None]
+    outcomes: list[Outcome | None]
     not_run: int = 0  # queries beyond max_queries
     done: bool = False
     future: "Future[ToolResult]" = field(default_factory=Future)
@@ -64,13 +59,16 @@ class SearchHandler:
 
     def __init__(self, config: HandlerConfig, backend: SearchBackend | None = None) -> None:
         self._config = config
-        self._backend = make_backend(config) if backend is None else backend
         self._metrics = HandlerMetrics()
+        if backend is None and config.cache_mode != "replay":  # a replay needs no engine, nor its keys
+            backend = make_backend(config, self._metrics)
+        self._backend = backend
+        self._cache = SearchCache(config, getattr(backend, "cache_scope", getattr(backend, "name", "")))
         self._contexts = EpisodeContexts()
         self._pool = ThreadPoolExecutor(config.max_workers, thread_name_prefix="search")
+        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="search-cache")
         # One lock for all that follows; futures are resolved outside it, since their callbacks may call submit.
         self._changed = threading.Condition()
-        self._cache: OrderedDict[str, list[Row]] = OrderedDict()
         self._flights: dict[str, _Flight] = {}
         self._deadlines: list[tuple[float, int, _Pending]] = []  # a heap; the number only breaks ties
         self._numbers = itertools.count()
@@ -105,7 +103,7 @@ class SearchHandler:
         self._metrics.count("queries", len(run))
         with self._changed:
             if self._closed:
-                problem = _Outcome(error_kind="internal", error="the search handler is closed")
+                problem = Outcome(error_kind="internal", error="the search handler is closed")
             if problem:
                 pending.outcomes = [problem] * max(len(run), 1)
             else:
@@ -125,23 +123,26 @@ class SearchHandler:
         self._contexts.release(episode_id)
 
     def metrics(self) -> dict[str, float]:
-        """Counts and latencies since the start, as ``search/...``; see HandlerMetrics."""
-        return self._metrics.as_dict()
+        """Counts and latencies since the start, as ``search/...``; see HandlerMetrics and SearchCache."""
+        return self._metrics.as_dict() | self._cache.metrics()
 
     def close(self) -> None:
         """Answer what is pending with an error, and let the threads go."""
         with self._changed:
             self._closed = True
             cut = [pending for _, _, pending in self._deadlines if not pending.done]
-            closing = _Outcome(error_kind="internal", error="the search handler was closed")
+            closing = Outcome(error_kind="internal", error="the search handler was closed")
             for pending in cut:
                 self._give_up(pending, closing)
             self._deadlines.clear()
             self._changed.notify()
         for pending in cut:
             self._answer(pending)
+        self._lookups.shutdown(wait=True, cancel_futures=True)  # first: it hands its misses to the other
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._backend.close()
+        self._cache.close()
+        if self._backend is not None:
+            self._backend.close()
 
     def __enter__(self) -> "SearchHandler":
         return self
@@ -154,28 +155,25 @@ class SearchHandler:
     def _ask(self, pending: _Pending, position: int, query: str) -> None:
         """Answer one query from the cache, or join the flight that searches for it, or start that flight."""
         key = normalise_query(query)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            self._metrics.count("cache_hits")
-            pending.outcomes[position] = _Outcome(self._cache[key], cached=True)
+        if known := self._cache.recall(key):
+            self._count_hit(known)
+            pending.outcomes[position] = known
             return
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(key, query, pending.deadline)
-            self._pool.submit(self._fly, flight)
+            if self._cache.has_file:
+                self._lookups.submit(self._look_up, flight)
+            else:
+                self._pool.submit(self._fly, flight)
         else:
             self._metrics.count("shared")
             flight.deadline = max(flight.deadline, pending.deadline)
         flight.waiters.append((pending, position))
 
-    def _land(self, flight: _Flight, outcome: _Outcome) -> list[_Pending]:
+    def _land(self, flight: _Flight, outcome: Outcome) -> list[_Pending]:
         """Hand ``outcome`` to all who wait; the calls that this completes."""
         del self._flights[flight.key]
-        # An empty result isn't kept: it may be the backend's bad moment.
-        if outcome.rows and self._config.cache_size:
-            self._cache[flight.key] = outcome.rows
-            if len(self._cache) > self._config.cache_size:
-                self._cache.popitem(last=False)
         for pending, position in flight.waiters:
             if not pending.done:
                 pending.outcomes[position] = outcome
@@ -187,7 +185,7 @@ class SearchHandler:
         pending.done = True
         return True
 
-    def _give_up(self, pending: _Pending, outcome: _Outcome) -> None:
+    def _give_up(self, pending: _Pending, outcome: Outcome) -> None:
         pending.outcomes = [outcome if known is None else known for known in pending.outcomes]
         pending.done = True
 
@@ -198,17 +196,33 @@ class SearchHandler:
             _, _, pending = heapq.heappop(self._deadlines)
             if not pending.done:
                 waited = pending.deadline - pending.started
-                self._give_up(pending, _Outcome(error_kind="timeout", error=f"no answer within {waited:g} s"))
+                self._give_up(pending, Outcome(error_kind="timeout", error=f"no answer within {waited:g} s"))
                 expired.append(pending)
         return expired
 
     # The threads.
 
+    def _look_up(self, flight: _Flight) -> None:
+        """Land ``flight`` with what the cache has on disk, or send it off to search."""
+        known = self._cache.look_up(flight.key)
+        if known is None:
+            self._pool.submit(self._fly, flight)
+            return
+        self._count_hit(known)
+        with self._changed:
+            completed = self._land(flight, known)
+        for pending in completed:
+            self._answer(pending)
+
+    def _count_hit(self, outcome: Outcome) -> None:
+        if outcome.cached:
+            self._metrics.count("cache_fuzzy_hits" if outcome.fuzzy else "cache_hits")
+
     def _fly(self, flight: _Flight) -> None:
         while True:
             with self._changed:
                 deadline = flight.deadline
-            outcome = self._search(flight.query, deadline)
+            outcome = self._cache.settle(flight.key, self._search(flight.query, deadline))
             with self._changed:
                 # Somebody with more time joined a search that was started for those with less: it gets that time.
                 extended = flight.deadline > deadline and not self._closed
@@ -217,25 +231,24 @@ class SearchHandler:
                     break
         for pending in completed:
             self._answer(pending)
+        self._cache.save(flight.key, outcome)
 
-    def _search(self, query: str, deadline: float) -> _Outcome:
+    def _search(self, query: str, deadline: float) -> Outcome:
         started = time.monotonic()
         if started >= deadline:  # it stood in the queue until nobody waited any more
             self._metrics.count("expired_unsearched")
-            return _Outcome(error_kind="timeout", error="the deadline passed before a thread was free")
+            return Outcome(error_kind="timeout", error="the deadline passed before a thread was free")
         self._metrics.count("searches")
         try:
             rows = self._backend.search(query, self._config.topk, deadline)
         except SearchError as error:
-            return _Outcome(error_kind=error.kind, error=str(error))
+            return Outcome(error_kind=error.kind, error=str(error))
         except Exception as error:  # a bug in a backend costs the calls that met it, not the run
             logger.exception("backend %s failed on %.200r", self._backend.name, query)
-            return _Outcome(error_kind="internal", error=f"{self._backend.name}: {type(error).__name__}: {error}")
+            return Outcome(error_kind="internal", error=f"{self._backend.name}: {type(error).__name__}: {error}")
         finally:
             self._metrics.observe(f"backend/{self._backend.name}", time.monotonic() - started)
-        if not rows:
-            self._metrics.count("empty")
-        return _Outcome(rows)
+        return Outcome(rows)
 
     def _expire_calls(self) -> None:
         while True:
@@ -254,36 +267,36 @@ class SearchHandler:
         outcomes = [outcome for outcome in pending.outcomes if outcome is not None]
         assert len(outcomes) == len(pending.outcomes)
         failed = [outcome for outcome in outcomes if outcome.error_kind]
-        latency = time.monotonic() - pending.started
-        if failed:
-            self._metrics.count("errors")
-            self._metrics.count(f"errors/{failed[0].error_kind}")
-        self._metrics.observe("call", latency)
-        pending.future.set_result(
-            ToolResult(
-                items=[[dict(row) for row in outcome.rows] for outcome in outcomes]
-                + [[] for _ in range(pending.not_run)],
-                ok=len(failed) < len(outcomes),
-                error=failed[0].error if failed else "",
-                error_kind=failed[0].error_kind if failed else "",
-                latency_s=latency,
-                cached=all(outcome.cached for outcome in outcomes),
-            )
+        result = ToolResult(
+            items=[[dict(row) for row in outcome.rows] for outcome in outcomes] + [[] for _ in range(pending.not_run)],
+            ok=len(failed) < len(outcomes),
+            error=failed[0].error if failed else "",
+            error_kind=failed[0].error_kind if failed else "",
+            latency_s=time.monotonic() - pending.started,
+            cached=all(outcome.cached for outcome in outcomes),
         )
+        self._metrics.record(result, result.latency_s, run=len(outcomes))
+        pending.future.set_result(result)
 
 
-def normalise_query(query: str) -> str:
-    """What makes two queries the same: NFKC, case and runs of spaces folded."""
-    return " ".join(unicodedata.normalize("NFKC", query).casefold().split())
-
-
-def _read_call(call: ToolCall) -> tuple[list[str], _Outcome | None]:
+def _read_call(call: ToolCall) -> tuple[list[str], Outcome | None]:
     """(queries, problem). The policy wrote the call, so nothing about its arguments is taken for granted."""
     if call.name == "browse_webpage":
-        return [], _Outcome(error_kind="no_backend", error="browse_webpage is not available; use web_search")
+        return [], Outcome(error_kind="no_backend", error="browse_webpage is not available; use web_search")
     if call.name != "web_search":
-        return [], _Outcome(error_kind="bad_request", error=f"{str(call.name)[:80]!r} is not a tool; use web_search")
+        return [], Outcome(error_kind="bad_request", error=f"{str(call.name)[:80]!r} is not a tool; use web_search")
     queries = call.arguments.get("query") if isinstance(call.arguments, dict) else None
     if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
-        return [], _Outcome(error_kind="bad_request", error="web_search needs query, a list of non-empty strings")
+        return [], Outcome(error_kind="bad_request", error="web_search needs query, a list of non-empty strings")
     return queries, None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the proxy; see proxy.py. The family starts it by this file's name."""
+    from scrl.handler import proxy  # here, so that the handler itself needs no web framework
+
+    return proxy.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,7 +36,7 @@ Row = dict[str, str]
 Corpus = Path | str | Sequence[Path | str]
 
 # Written without spaces between the words: each character becomes a token.
-_UNSPACED = re.compile("([\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
+UNSPACED = re.compile("([\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 
 
 def _analyzer(*, drop_stop_words: bool) -> tantivy.TextAnalyzer:
@@ -68,7 +68,7 @@ def _writable(text: str) -> str:
 
 def _indexable(text: str) -> str:
     """``text`` as the analyzer should see it: compatibility forms folded, unspaced scripts spaced."""
-    return text if text.isascii() else _UNSPACED.sub(r" \1 ", unicodedata.normalize("NFKC", text))
+    return text if text.isascii() else UNSPACED.sub(r" \1 ", unicodedata.normalize("NFKC", text))
 
 
 def _title_key(title: str) -> str:

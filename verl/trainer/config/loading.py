@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from verl.trainer.config import family
 from verl.trainer.config.convert import from_dict, known_keys, unknown_key
 from verl.trainer.config.paths import locate
@@ -27,6 +29,7 @@ def load_config(overrides: list[str] | None = None) -> Config:
     """
     data = _compose(_translate(overrides or []))
     _replace_loggers(data)
+    _take_thresholds(data, overrides or [])
     config = _cut_mini_batch(_absolute(from_dict(data)))
     validate(config)
     for warning in warnings_of(config):
@@ -128,7 +131,7 @@ def _replace_loggers(data: dict[str, Any]) -> None:
 
 def _absolute(config: Config) -> Config:
     """Paths that exist become absolute: Ray workers run in another directory."""
-    data, trainer, search = config.data, config.trainer, config.search
+    data, trainer, search, reward = config.data, config.trainer, config.search, config.reward_model
     model = config.actor_rollout_ref.model
     resume = trainer.resume_mode
     return dataclasses.replace(
@@ -142,10 +145,12 @@ def _absolute(config: Config) -> Config:
             config.actor_rollout_ref,
             model=dataclasses.replace(model, path=locate(model.path) if model.path else ""),
         ),
+        reward_model=dataclasses.replace(reward, custom=_locate_function(reward.custom)),
         search=dataclasses.replace(
             search,
             index_corpus=locate(search.index_corpus) if search.index_corpus else "",
             index_dir=str(Path(search.index_dir).expanduser().absolute()) if search.index_dir else "",
+            cache_path=str(Path(search.cache_path).expanduser().absolute()) if search.cache_path else "",
         ),
         trainer=dataclasses.replace(
             trainer,
@@ -155,6 +160,31 @@ def _absolute(config: Config) -> Config:
             else "",
         ),
     )
+
+
+def _locate_function(spec: str) -> str:
+    """``path.py:function`` with the path made absolute; what has no colon is left for the loader to refuse."""
+    path, colon, name = spec.rpartition(":")
+    return f"{locate(path)}{colon}{name}" if path else spec
+
+
+def _take_thresholds(data: dict[str, Any], overrides: list[str]) -> None:
+    """Put what ``monitor.thresholds_file`` holds into the monitor's section, except keys that the overrides give."""
+    monitor = data["monitor"]
+    name = monitor.get("thresholds_file") if isinstance(monitor, dict) else None
+    if not name:
+        return
+    path = Path(locate(str(name)))
+    try:
+        held = yaml.safe_load(path.read_text(encoding="utf-8"))["monitor"]
+        thresholds = {key: float(value) for key, value in held.items()}
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError):
+        raise ValueError(
+            f"monitor.thresholds_file={name} can't be read as thresholds; make it with scripts/calibrate_monitor.py"
+        ) from None
+    given = {text.partition("=")[0].strip().lstrip("+") for text in overrides}
+    monitor |= {key: value for key, value in thresholds.items() if f"monitor.{key}" not in given}
+    monitor["thresholds_file"] = str(path.absolute())
 
 
 def _cut_mini_batch(config: Config) -> Config:

@@ -34,6 +34,21 @@ NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 Share = Annotated[float, Range(0, 1, open_low=True)]
 Penalty = Annotated[float, Range(high=0)]
+Engine = Literal[
+    "local",
+    "retriever",
+    "searxng",
+    "google",
+    "serpapi",
+    "bing",
+    "duckduckgo",
+    "baidu",
+    "tavily",
+    "brave",
+    "proxy",
+    "rag",
+    "online_search",
+]
 
 
 @dataclass(frozen=True)
@@ -149,6 +164,15 @@ class PbrsConfig:
 
 
 @dataclass(frozen=True)
+class ExtrasConfig:
+    format: NonNegativeFloat = 0.0
+    information_gain: NonNegativeFloat = 0.0
+    redundancy: Penalty = 0.0
+    no_search: Penalty = 0.0
+    no_answer: Penalty = 0.0
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     use_pbrs: bool = False
     pbrs: PbrsConfig = field(default_factory=PbrsConfig)
@@ -159,6 +183,8 @@ class RewardConfig:
     use_repetition_penalty: bool = False
     repetition_penalty: Penalty = -0.2
     repetition_threshold: Fraction = 0.7
+    extras: ExtrasConfig = field(default_factory=ExtrasConfig)
+    custom: str = ""  # "path.py:function", the outcome of an episode; "": F1 or format_score
 
 
 @dataclass(frozen=True)
@@ -171,7 +197,22 @@ class SearchConfig:
     max_queries: Positive = 3  # queries a call
     timeout_s: PositiveFloat = 30.0  # a call, whole
     max_workers: Positive = 16  # threads
+    rate_limit: PositiveFloat | None = None  # requests a second to each engine; None: the engine's own default
+    region: str = ""  # two letters of a country, for engines that have regions
+    language: str = ""  # two letters
+    cache_path: str = ""  # a file that keeps results for every process and run; "": memory only
+    cache_mode: Literal["reuse", "record", "replay"] = "reuse"
+    cache_ttl_s: PositiveFloat = 604800.0  # 7 days
+    cache_empty_ttl_s: NonNegativeFloat = 300.0
+    cache_fuzzy_threshold: Fraction = 0.0  # Jaccard of the words; 0: off
     max_obs_length: Positive = 2048  # tokens an observation
+
+
+@dataclass(frozen=True)
+class SearchNoiseConfig:
+    start: Fraction = 0.0  # probability as the run begins
+    end: Fraction = 0.0  # and at its last step
+    base: PositiveFloat = 4.0
 
 
 @dataclass(frozen=True)
@@ -184,6 +225,7 @@ class CurriculumConfig:
     window: Positive = 50
     patience: Positive = 10  # steps under the roll-back line before going back
     hysteresis: NonNegativeFloat = 0.05  # roll back only under (threshold - hysteresis)
+    search_noise: SearchNoiseConfig = field(default_factory=SearchNoiseConfig)
 
 
 @dataclass(frozen=True)
@@ -191,7 +233,18 @@ class MonitorConfig:
     enable: bool = True
     min_diversity: Fraction | None = 0.15
     min_depth: NonNegativeFloat | None = None
-    on_alert: Literal["log", "halt"] = "log"
+    min_info_gain: Fraction | None = None
+    min_reward_deviation: NonNegativeFloat | None = None
+    max_zero_variance_share: Fraction | None = None
+    max_malformed_share: Fraction | None = None
+    max_void_turn_share: Fraction | None = None
+    max_answer_avoidance_share: Fraction | None = None
+    max_repeated_ngrams: Fraction | None = None
+    max_llds: NonNegativeFloat | None = None
+    max_rollout_gap: Fraction | None = None
+    thresholds_file: str = ""  # written by scripts/calibrate_monitor.py
+    on_alert: Literal["log", "halt", "rollback"] = "log"
+    max_rollbacks: Positive = 3
 
 
 @dataclass(frozen=True)
@@ -236,7 +289,7 @@ class Config:
     agent_grpo: AgentGrpoConfig = field(default_factory=AgentGrpoConfig)
     reward_model: RewardConfig = field(default_factory=RewardConfig)
     max_turns: Positive = 4
-    search_engine: str = "local"
+    search_engine: tuple[Engine, ...] = ("local",)  # several: in order of preference
     tools: tuple[Literal["web_search", "browse_webpage"], ...] = ("web_search",)
     search: SearchConfig = field(default_factory=SearchConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)

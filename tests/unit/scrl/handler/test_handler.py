@@ -107,9 +107,9 @@ def test_one_calls_failure_is_that_calls_result():
     assert metrics["search/errors/rate_limited"] == 2 and metrics["search/errors/internal"] == 1
 
 
-def test_failures_and_empty_results_are_not_cached():
+def test_failures_are_not_cached_nor_empty_results_when_they_count_no_time():
     backend = RecordingBackend()
-    with handler_over(backend) as handler:
+    with handler_over(backend, cache_empty_ttl_s=0) as handler:
         for query in ("fail", "nothing", "fail", "nothing", "a", "a"):
             handler.handle([web_search(query)])
         assert backend.asked == ["fail", "nothing", "fail", "nothing", "a"]
