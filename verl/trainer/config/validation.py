@@ -40,8 +40,15 @@ def check_inputs(config: Config) -> None:
     for key, files in needed.items():
         if files is not None:
             _check_files(key, files)
-    corpus = config.search.index_corpus
-    if config.search_engine == "local" and config.search.mode == "inprocess" and not Path(corpus or "?").is_file():
+    if config.search.mode == "inprocess" and config.search.cache_mode != "replay":
+        _check_search(config)
+
+
+def _check_search(config: Config) -> None:
+    from scrl.handler.web_search_agent.search_api import check_engines  # only here: most who validate don't search
+
+    engines, corpus = check_engines(config.search_engine), config.search.index_corpus
+    if "local" in engines and not Path(corpus or "?").is_file():
         raise ValueError(
             f"search.index_corpus={corpus!r} is not a file; search_engine=local needs a .jsonl or .parquet of "
             "{title, url, text}, such as data/demo/corpus.jsonl"

@@ -1,0 +1,199 @@
+"""HTTP under a deadline that holds: one request, one bounded reply, every failure a ``SearchError``.
+
+Requests run on an event loop of the backend's own, since a coroutine can be cut off at any point: in name resolution,
+in a handshake, at a server that sends a byte a second. The timeouts of a blocking client bound single operations only.
+"""
+
+import asyncio
+import email.utils
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import httpx
+
+from scrl.handler.web_search_agent.backend import SearchError
+
+MAX_BODY = 4 * 2**20  # bytes, decompressed
+PATIENCE_S = 1.0  # a timeout after less says more about the call's deadline than about the server
+_BAD_REQUEST = (400, 413, 414, 422)  # these blame the query; other 4xx the key, the quota or the address
+
+# It writes every address to the log at INFO, and some engines take their key in the address.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class Request:
+    """At most one of ``json`` and ``form`` is set; without either there is no body."""
+
+    method: str
+    url: str
+    params: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    json: Any = None
+    form: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode("utf-8", "replace")
+
+
+class Transport(Protocol):
+    """An HTTP client. Raises SearchError for what goes wrong below HTTP, and for a body over MAX_BODY."""
+
+    async def fetch(self, request: Request) -> Reply: ...
+
+    async def aclose(self) -> None: ...
+
+
+class HttpxTransport:
+    """httpx, which takes the environment's proxies (HTTPS_PROXY, NO_PROXY). Redirects aren't followed: they would take
+    the key along."""
+
+    def __init__(self) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        headers = {"User-Agent": "MiniResearcher", "Accept-Encoding": "gzip"}
+        self._client = httpx.AsyncClient(timeout=None, limits=limits, headers=headers)  # the loop bounds the time
+
+    async def fetch(self, request: Request) -> Reply:
+        message = self._client.build_request(
+            request.method,
+            request.url,
+            params=request.params or None,
+            headers=request.headers,
+            json=request.json,
+            data=request.form,
+        )
+        try:
+            response = await self._client.send(message, stream=True)
+            try:
+                headers = {name.lower(): value for name, value in response.headers.items()}
+                return Reply(response.status_code, headers, await read_bounded(headers, response.aiter_bytes()))
+            finally:
+                await response.aclose()
+        except httpx.DecodingError as error:
+            raise SearchError("bad_reply", f"sent a body that can't be decompressed ({error})") from error
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            raise SearchError("connection", f"can't be reached or hung up ({reason})", retryable=True) from error
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
+async def read_bounded(headers: dict[str, str], chunks: AsyncIterator[bytes]) -> bytes:
+    """All of ``chunks``. SearchError ``bad_reply`` once they are more than MAX_BODY, before reading where announced."""
+    size = headers.get("content-length", "")
+    body = bytearray()
+    if not (size.isdecimal() and int(size) > MAX_BODY):
+        async for chunk in chunks:
+            body += chunk
+            if len(body) > MAX_BODY:
+                break
+        else:
+            return bytes(body)
+    raise SearchError("bad_reply", f"sent more than {MAX_BODY >> 20} MiB")
+
+
+class Fetcher:
+    """Lets threads fetch over a ``Transport`` that lives on an event loop of its own."""
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        self._transport = transport
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"http-{name}", daemon=True)
+        self._thread.start()
+
+    def fetch(self, request: Request, seconds: float) -> Reply:
+        """The reply, whatever its status, within ``seconds``. Raises SearchError."""
+        started = time.monotonic()
+        future = asyncio.run_coroutine_threadsafe(self._fetch(request, seconds), self._loop)
+        try:
+            # The coroutine ends by itself; this bound is for a loop that lags.
+            return future.result(seconds + PATIENCE_S)
+        except TimeoutError:
+            future.cancel()
+            waited = time.monotonic() - started
+            raise SearchError("timeout", f"gave no answer within {waited:.1f} s", fault=seconds >= PATIENCE_S) from None
+        except asyncio.CancelledError:
+            raise SearchError("internal", "was closed while it was asked", fault=False) from None
+
+    async def _fetch(self, request: Request, seconds: float) -> Reply:
+        async with asyncio.timeout(seconds):
+            return await self._transport.fetch(request)
+
+    def close(self) -> None:
+        """Cut off what is under way, close the connections, end the thread."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._cut_off(), self._loop).result(timeout=10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+        self._loop.close()
+
+    async def _cut_off(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._transport.aclose()
+
+
+def check_status(reply: Reply) -> None:
+    """SearchError for a reply that isn't 2xx, with the body's first line."""
+    status = reply.status
+    if 200 <= status < 300:
+        return
+    phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "?"
+    message = f"answered {status} {phrase}: {first_line(reply.text)}"
+    if status == 429 or status == 503 and "retry-after" in reply.headers:
+        wait = retry_after_s(reply.headers.get("retry-after", ""))
+        wanted = "" if wait is None else f" (asks to wait {wait:.0f} s)"
+        raise SearchError("rate_limited", message + wanted, retryable=True, retry_after_s=wait)
+    if status >= 500 or status == 408:
+        raise SearchError("bad_reply", message, retryable=True)
+    if 300 <= status < 400:
+        raise SearchError(
+            "no_backend", f"answered {status} {phrase} to {reply.headers.get('location', 'nowhere')!r:.200}"
+        )
+    raise SearchError("bad_request" if status in _BAD_REQUEST else "no_backend", message)
+
+
+def read_json(reply: Reply) -> Any:
+    """The JSON of a 2xx reply. SearchError ``bad_reply``, with the body's first line, for an HTML page or half JSON."""
+    try:
+        return json.loads(reply.body)
+    except (ValueError, RecursionError):
+        text = reply.text.lstrip("\ufeff \t\r\n")
+        kind = "an HTML page" if text.startswith("<") else "no valid JSON" if text else "an empty body"
+        raise SearchError("bad_reply", f"sent {kind}" + (f": {first_line(text)}" if text else "")) from None
+
+
+def first_line(text: str) -> str:
+    """The first line that isn't blank, 200 characters at most, without control characters."""
+    line = next((line.strip() for line in text[:4096].splitlines() if line.strip()), "(no text)")
+    line = "".join(character for character in line if character.isprintable())
+    return line if len(line) <= 200 else line[:199] + "…"
+
+
+def retry_after_s(value: str) -> float | None:
+    """Seconds from a Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3); None for anything else."""
+    value = value.strip()
+    if value.isascii() and value.isdecimal():
+        return float(value)
+    try:
+        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except (ValueError, OverflowError):
+        return None
