@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -157,6 +158,7 @@ class ActorRefWorker(Worker):
             metrics, log_probs = self.actor.update_policy(data.to(self.device))
         if self.device.type == "cuda":
             metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        metrics["perf/max_memory_rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # of KiB
         old = data.batch["old_log_probs"] if "old_log_probs" in data.batch.keys() else log_probs
         return DataProto.from_dict({"old_log_probs": old.cpu()}, {}, {"metrics": metrics})
 

@@ -1,0 +1,75 @@
+# What every experiment shares; sourced. A run already at its last step is left alone, one that was stopped goes on.
+#
+#   bash scripts/experiments/exp_03_pbrs.sh                      demo scale, two runs at a time
+#   bash scripts/experiments/exp_03_pbrs.sh profile=a100_80g     full scale; further arguments are Hydra overrides of all
+#
+#   SEEDS="1 2 3"  JOBS=2  ARMS="3a 3b"   which seeds, how many runs at once, only these arms
+#
+# Runs are outputs/{experiment}/{arm}_seed{n}, each with its console.log; tables: scripts/compare_runs.py.
+# shellcheck shell=bash
+set -euo pipefail
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+experiment="$(basename -- "$0" .sh)"
+case "${1:-}" in -h | --help)
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0" "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
+# shellcheck source=scripts/env.sh
+source "$root/scripts/env.sh" run
+export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
+miniresearcher_has_gpu || export OMP_NUM_THREADS=1
+overrides=("$@")
+profile="$(miniresearcher_profile "$@")"
+[ -z "$profile" ] || overrides=("$profile" "$@")
+case " ${overrides[*]} " in *"profile=cpu_demo "*) scale=demo jobs="${JOBS:-2}" ;; *) scale=full jobs="${JOBS:-1}" ;; esac
+# Of every run at demo scale: 3 x 4 episodes, so a step is seconds and a hundred of them minutes.
+demo=(data.train_batch_size=3 actor_rollout_ref.actor.ppo_mini_batch_size=3 agent_grpo.n=4 trainer.val_before_train=false
+    trainer.test_freq=0 trainer.save_freq=40 trainer.max_ckpt_to_keep=1 data.val_max_samples=100)
+
+trap 'trap - INT TERM; kill -TERM $(jobs -rp) 2>/dev/null; wait; exit 130' INT TERM
+
+wait_for_one() { # a run's failure is told at once and doesn't stop the others
+    wait -n || true
+}
+
+# arm NAME STEPS OVERRIDES...: that many steps for each seed.
+arm() {
+    local name="$1" steps="$2" seed
+    shift 2
+    case " ${ARMS:-$name} " in *" $name "*) ;; *) return 0 ;; esac
+    for seed in ${SEEDS:-1 2 3}; do
+        while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait_for_one; done
+        train "${name}_seed$seed" "$steps" trainer.seed="$seed" "$@" &
+    done
+}
+
+train() {
+    local run="$1" steps="$2" began=$SECONDS
+    shift 2
+    local folder="$root/outputs/$experiment/$run"
+    if [ -d "$folder/checkpoints/global_step_$steps" ]; then
+        echo "$run: done before"
+        return
+    fi
+    mkdir -p "$folder"
+    local settings=(trainer.project_name="$experiment" trainer.experiment_name="$run" trainer.total_training_steps="$steps")
+    [ "$scale" = full ] || settings=("${demo[@]}" "${settings[@]}")
+    python -P -m verl.trainer.main_ppo "${settings[@]}" "$@" "${overrides[@]}" >>"$folder/console.log" 2>&1 &
+    trap 'kill -TERM $! 2>/dev/null' TERM
+    if wait $!; then
+        echo "$run: $steps steps in $((SECONDS - began)) s"
+    else
+        echo "$run: FAILED after $((SECONDS - began)) s: $(tail -n 1 "$folder/console.log") ($folder/console.log)"
+    fi
+}
+
+wait_for_all() {
+    while [ -n "$(jobs -rp)" ]; do wait_for_one; done
+}
+
+# finish ARGUMENTS...: wait for all runs, then the table (arguments of compare_runs.py).
+finish() {
+    wait_for_all
+    python "$root/scripts/compare_runs.py" "$root/outputs/$experiment" "$@"
+}

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Exp-03: does potential-based shaping keep the training alive? 129 steps, the first MiniResearcher's longest run.
+#   3a  outcome only, grpo
+#   3b  shaping as the first MiniResearcher had it: gamma 0.9, left open, summed over the episode (grpo)
+#   3c  closed shaping, gamma 1, credit by turn (grpo_turn)
+#   3d  outcome only with std_only, the estimator whose advantages reached -1,000,000
+# shellcheck source=scripts/experiments/common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
+
+[ "$scale" = full ] || demo+=(max_turns=3)
+outcome=(reward_model.use_pbrs=false reward_model.use_repetition_penalty=false)
+arm 3a 129 "${outcome[@]}" algorithm.adv_estimator=grpo
+arm 3b 129 reward_model.use_pbrs=true reward_model.pbrs.gamma=0.9 reward_model.pbrs.terminal=carry algorithm.adv_estimator=grpo
+arm 3c 129 reward_model.use_pbrs=true reward_model.pbrs.gamma=1.0 reward_model.pbrs.terminal=zero algorithm.adv_estimator=grpo_turn
+arm 3d 129 "${outcome[@]}" algorithm.adv_estimator=std_only
+finish --steps 1 32 64 96 129 --metrics behavior/search_depth reward/f1 critic/score/mean actor/grad_norm actor/kl_loss actor/entropy adv/zero_variance_groups
