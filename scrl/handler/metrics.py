@@ -4,6 +4,8 @@ import bisect
 import threading
 from collections import Counter, defaultdict
 
+from scrl.types import ToolResult
+
 
 class LatencyHistogram:
     """Seconds in buckets whose bounds grow by sqrt(2) from 0.1 ms to over 200 s; a quantile is within that factor."""
@@ -47,6 +49,19 @@ class HandlerMetrics:
     def observe(self, name: str, seconds: float) -> None:
         with self._lock:
             self._latencies[name].add(seconds)
+
+    def record(self, result: ToolResult, latency_s: float, run: int) -> None:
+        """A call was answered. ``run``: its first so many queries were run.
+
+        ``empty`` counts queries, of calls without an error, that brought nothing, however the answer came about: so it
+        is the same whether the handler is in this process or behind servers.
+        """
+        if result.error_kind:
+            self.count("errors")
+            self.count(f"errors/{result.error_kind}")
+        else:
+            self.count("empty", sum(not rows for rows in result.items[:run]))
+        self.observe("call", latency_s)
 
     def as_dict(self) -> dict[str, float]:
         """Flat: ``search/{counter}``, ``search/errors/{kind}``, ``search/{name}_s/{mean,p50,p99,max}``."""

@@ -1,0 +1,119 @@
+"""What travels between search clients, proxy and servers: the body of ``POST /handle_execution``.
+
+DeepResearcher's: ``{"query_contents": [{idx, question, think, tool_call, total_number}, ...]}`` comes back as the same
+items with ``content``, the text that the policy reads. Ours add, all optional: ``timeout_s`` beside the list, and in an
+item ``episode_id`` and ``allowed_urls`` (what the episode's searches found, so what it may browse) on the way there,
+``result`` (every field of ToolResult) on the way back.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import httpx
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from scrl.llm_agent.parsing import parse_turn
+from scrl.llm_agent.prompts import render_error, render_observation
+from scrl.types import ToolCall, ToolResult
+
+EXECUTION_PATH = "/handle_execution"
+MAX_ITEMS = 4096  # calls in one request
+_RESULT = TypeAdapter(ToolResult)
+
+Item = dict[str, Any]
+
+
+class ExecutionRequest(BaseModel):
+    """``timeout_s``: seconds that whoever asks will wait; without it, what the server is set to."""
+
+    query_contents: Annotated[list[Item], Field(max_length=MAX_ITEMS)]
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+def encode_json(value: Any) -> bytes:
+    """``value`` as UTF-8; a lone surrogate, which a page may hold and UTF-8 can't, becomes ``?``."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def checked_url(key: str, url: str) -> str:
+    """A server's address without its path. ValueError, naming ``key``, where it is no http(s) URL."""
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError):
+        parsed = httpx.URL("")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"{key}={url!r} is no address of a search server; write it as http://127.0.0.1:5004")
+    return str(url).rstrip("/").removesuffix(EXECUTION_PATH)
+
+
+def problem_of(reply: httpx.Response) -> str:
+    """What a reply other than 200 says, as one clause; "" for 200."""
+    if reply.status_code == 200:
+        return ""
+    try:
+        said = str(json.loads(reply.content)["error"])
+    except (ValueError, RecursionError, KeyError, TypeError):
+        said = next(iter(reply.text.strip().splitlines()), "nothing")
+    return f"answered {reply.status_code}: {said[:300]}"
+
+
+def read_call(item: Item) -> ToolCall | str:
+    """The item's tool call, read by the rules of an episode; else one sentence that says what is wrong with it.
+
+    ``tool_call`` is ``{"name", "arguments"}``, or its text as the policy wrote it.
+    """
+    call = item.get("tool_call")
+    if not isinstance(call, dict | str):
+        return "the item has no tool_call; give {name, arguments}, or their JSON text"
+    # In JSON "<\/" says "</": a closing tag inside a query must not end the block.
+    text = call if isinstance(call, str) else json.dumps(call).replace("</", "<\\/")
+    parsed = parse_turn(f"<think></think><tool_call>{text}</tool_call>")
+    return parsed if isinstance(parsed, ToolCall) else getattr(parsed, "reason", "it holds an answer, not a tool call")
+
+
+def read_urls(item: Item) -> list[str] | None:
+    """What the item says its episode may browse; None where it says nothing about it."""
+    urls = item.get("allowed_urls")
+    return [url for url in urls if isinstance(url, str)] if isinstance(urls, list) else None
+
+
+def answered(item: Item, call: ToolCall | str, result: ToolResult) -> Item:
+    """``item`` with ``content`` and ``result``; what only the server needed is left out."""
+    kept = {key: value for key, value in item.items() if key != "allowed_urls"}
+    if result.ok and isinstance(call, ToolCall):
+        (asked,) = call.arguments.values()
+        content = render_observation(asked, result.items, with_url=True)
+    else:
+        content = render_error(result.error)
+    return {**kept, "content": content, "result": asdict(result)}
+
+
+def failed(item: Item, kind: str, sentence: str, latency_s: float = 0.0) -> Item:
+    """``item`` as it comes back when its call could not be run."""
+    result = ToolResult(ok=False, error=sentence, error_kind=kind, latency_s=latency_s)
+    return answered(item, sentence, result)
+
+
+def read_reply(body: bytes, count: int) -> list[Item]:
+    """The ``count`` items of a reply. ValueError, one clause, for anything else."""
+    try:
+        items = json.loads(body)["query_contents"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise ValueError(f"is not an answer: {body[:80]!r}") from None
+    if not isinstance(items, list) or len(items) != count or not all(isinstance(item, dict) for item in items):
+        raise ValueError(f"has not {count} answers")
+    return items
+
+
+def read_result(item: Item) -> ToolResult:
+    """The ToolResult of an answered item. ValueError, one clause, where there is none."""
+    try:
+        return _RESULT.validate_python(item.get("result"))
+    except ValidationError as error:
+        raise ValueError(f"has no result ({error.errors()[0]['msg']})") from None
+
+
+def hop_budget(remaining_s: float) -> float:
+    """Seconds to grant the next hop, so that its answer, even "too late", is back before ours is due."""
+    return max(remaining_s - min(1.0, 0.2 * remaining_s), 1e-3)
