@@ -105,11 +105,9 @@ def main() -> None:
             mask[row, slice(*turn.span)] = 1
             turn_index[row, slice(*turn.span)] = k
     group = torch.arange(args.episodes) // GROUP
-    for name in ("grpo", "grpo_turn", "rloo", "reinforce_plus_plus"):
-        estimate = ADVANTAGE_ESTIMATORS[name]
-        seconds[f"advantage {name}"] = best_of(
-            lambda estimate=estimate: estimate(scores, mask, group, turn_index=turn_index, gamma=1.0)
-        )
+    options = {"turn_index": turn_index, "gamma": 1.0, "baselines": torch.zeros(args.episodes)}
+    for name, estimate in ADVANTAGE_ESTIMATORS.items():
+        seconds[f"advantage {name}"] = best_of(lambda estimate=estimate: estimate(scores, mask, group, **options))
 
     table = Table(title=f"{args.episodes} episodes, {args.turns} turns, {args.tokens} tokens, one thread")
     table.add_column("part")
