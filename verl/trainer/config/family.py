@@ -25,6 +25,7 @@ ALIASES: dict[str, str] = {
 
 # A value that the family writes, and what it is called here.
 VALUES: dict[tuple[str, str], str] = {
+    ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"): "ppo",
     ("trainer.save_freq", "-1"): "0",
     ("trainer.test_freq", "-1"): "0",
     ("trainer.total_training_steps", "-1"): "null",
@@ -102,6 +103,12 @@ RETIRED: dict[str, str] = {
     "reward_model.max_length": "the score is computed from the answer; there is no reward network",
     "reward_model.use_dynamic_bsz": "the score is computed from the answer; there is no reward network",
     "reward_model.reward_manager": "there is one reward manager",
+    "custom_reward_function": "reward_model.custom=path.py:function replaces it",
+    "custom_reward_function.*": "reward_model.custom=path.py:function replaces it",
+    "algorithm.filter_groups.metric": "a group is judged by its episodes' returns",
+    "algorithm.filter_groups.filter_*": "a group is judged by its episodes' returns",
+    "algorithm.rollout_correction.*": "weights are truncated, algorithm.rollout_correction.rollout_is names their level",
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold replaces it",
     "algorithm.kl_ctrl*": "actor_rollout_ref.actor.kl_loss_coef weighs the KL, which is part of the loss",
     "algorithm.kl_penalty": "actor_rollout_ref.actor.kl_loss_type names the estimator",
     "algorithm.use_kl_in_reward": "actor_rollout_ref.actor.use_kl_loss puts the KL into the loss",

@@ -92,14 +92,20 @@ class FsdpConfig:
 
 
 @dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: Literal["ppo", "gspo", "cispo"] = "ppo"
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     ppo_mini_batch_size: Positive = 16  # questions an optimizer step, over all ranks
     ppo_micro_batch_size_per_gpu: Positive | None = None  # episodes; used where use_dynamic_bsz is false
     use_dynamic_bsz: bool = True
     ppo_max_token_len_per_gpu: Positive = 16384
     ppo_epochs: Positive = 1
-    clip_ratio: NonNegativeFloat = 0.2
-    clip_ratio_low: NonNegativeFloat | None = None  # None: clip_ratio
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    clip_ratio: Fraction = 0.2
+    clip_ratio_low: Fraction | None = None  # None: clip_ratio
     clip_ratio_high: NonNegativeFloat | None = None
     clip_ratio_c: Annotated[float, Range(1, open_low=True)] = 3.0  # dual clip
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
@@ -110,6 +116,8 @@ class ActorConfig:
     use_kl_loss: bool = True
     kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"  # low_var_kl is k3
+    llds_coef: NonNegativeFloat = 0.0  # weight of the likelihood displacement in the loss
+    llds_after_update: bool = False  # measure it by a forward pass after the last optimizer step
     grad_clip: PositiveFloat = 1.0
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
@@ -147,9 +155,23 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(frozen=True)
+class FilterGroupsConfig:
+    enable: bool = False
+    max_num_gen_batches: Positive = 10  # generations a step, the first one among them
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    rollout_is: Literal["token", "sequence"] | None = None  # None: no correction
+    rollout_is_threshold: Annotated[float, Range(1)] = 2.0  # largest weight
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: Literal["grpo", "drgrpo", "std_only", "rloo", "reinforce_plus_plus", "remax", "grpo_turn"] = "grpo"
     gamma: Fraction = 1.0  # between turns; 1 between the tokens of a turn
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Episodes to rewards on tokens: outcome, potential-based shaping, early-stop and repetition penalties.
+"""Episodes to rewards on tokens: outcome, potential-based shaping, early-stop and repetition penalties, and extras.
 
 Every component is worked out whether it is switched on or not, so that the logs show what it would say.
 """
@@ -13,9 +13,12 @@ import torch
 from scrl.types import Episode, Turn
 from verl.trainer.config.schema import RewardConfig
 from verl.utils.reward_score.qa import exact_match, f1, gold_forms, tokenise
+from verl.workers.reward_manager.custom import CustomReward
+from verl.workers.reward_manager.extras import EXTRAS, Evidence, Results
 
 _JSON = json.JSONDecoder()
-COMPONENTS = ("f1", "em", "outcome", "pbrs", "pbrs_raw", "early_stop", "early_stop_raw", "repetition", "repetition_raw")
+SWITCHED = ("pbrs", "early_stop", "repetition", *EXTRAS)  # logged raw and as used
+COMPONENTS = ("f1", "em", "outcome", *(name + end for name in SWITCHED for end in ("", "_raw")))
 
 
 @dataclass
@@ -23,7 +26,8 @@ class EpisodeReward:
     """One episode's rewards. ``turns``: what each turn earns, all components that are switched on together.
 
     ``components``: name -> value; ``x_raw`` before its switch and coefficient (early_stop: 1 if it stopped early;
-    repetition: number of turns that repeat a query; pbrs: its sum), ``x`` as it entered the tokens.
+    repetition: number of turns that repeat a query; pbrs and the extras: their sums), ``x`` as it entered the tokens;
+    ``custom/x`` what a user's own function named.
     ``phi``: the potential before each turn and after the last one, so one longer than ``turns``.
     """
 
@@ -33,10 +37,14 @@ class EpisodeReward:
 
 
 class NaiveRewardManager:
-    """Scores finished episodes and puts each reward on the last sampled token of the turn that earned it."""
+    """Scores finished episodes and puts each reward on the last sampled token of the turn that earned it.
+
+    Raises ValueError where ``config.custom`` names no function that can be used.
+    """
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
+        self.custom = CustomReward(config.custom) if config.custom else None
 
     def __call__(
         self, episodes: Sequence[Episode], response_length: int, *, min_turns: int | None = None, discount: float = 1.0
@@ -51,20 +59,27 @@ class NaiveRewardManager:
         Returns:
             ``token_level_scores (B, R) float32`` and ``info``: arrays of shape (B,): every name of ``COMPONENTS``,
             ``score`` (sum over the tokens), ``return`` (the same discounted per turn), ``valid`` (bool; False for an
-            episode that failed or sampled nothing, which scores 0) and ``phi`` (object: lists, see EpisodeReward).
+            episode that failed or sampled nothing, or that the user's reward function failed on; it scores 0) and
+            ``phi`` (object: lists, see EpisodeReward). With a function of the user's also ``custom_failed`` (bool) and
+            ``custom/x`` for every ``x`` that it named.
         """
         min_turns = self.config.min_turns if min_turns is None else min_turns
         rows, columns, values = [], [], []
         info = {name: np.zeros(len(episodes)) for name in (*COMPONENTS, "score", "return")}
         info["valid"] = np.zeros(len(episodes), dtype=bool)
         info["phi"] = np.empty(len(episodes), dtype=object)
+        if self.custom:
+            info["custom_failed"] = np.zeros(len(episodes), dtype=bool)
         for row, episode in enumerate(episodes):
             assert len(episode.response_mask) <= response_length, "a response is longer than the padded width"
             positions = _last_sampled_tokens(episode)
+            info["phi"][row] = []
             if episode.finish == "error" or not positions:
-                info["phi"][row] = []
                 continue
             reward = self.score(episode, min_turns)
+            if reward is None:
+                info["custom_failed"][row] = True
+                continue
             rows.extend([row] * len(positions))
             columns.extend(positions)
             values.extend(reward.turns)
@@ -73,47 +88,57 @@ class NaiveRewardManager:
             info["score"][row] = sum(reward.turns)
             info["return"][row] = sum(discount**k * value for k, value in enumerate(reward.turns))
             for name, value in reward.components.items():
-                info[name][row] = value
+                info.setdefault(name, np.zeros(len(episodes)))[row] = value
         scores = np.zeros((len(episodes), response_length), dtype=np.float32)
         # Two turns can share a token, so add rather than assign.
         np.add.at(scores, (np.array(rows, dtype=int), np.array(columns, dtype=int)), np.array(values, dtype=np.float32))
         return torch.from_numpy(scores), info
 
-    def score(self, episode: Episode, min_turns: int) -> EpisodeReward:
-        """The rewards of one episode that has at least one turn.
+    def score(self, episode: Episode, min_turns: int) -> EpisodeReward | None:
+        """The rewards of one episode that has at least one turn; None where the user's function failed on it.
 
         An answer earns its F1. Every other ending (a malformed turn, a tool call after the last one allowed, no room
         left to answer) earns ``format_score``: an episode that never answered has not kept the format, and paying it
         more than that would make rambling on until the context is full better than a malformed try.
         """
         config, turns = self.config, episode.turns
-        answer, golds = episode.answer, episode.ground_truths
         answered = episode.finish == "answer"
-        outcome_f1 = f1(answer, golds) if answered else 0.0
-        outcome = outcome_f1 if answered else config.format_score
+        outcome_f1 = f1(episode.answer, episode.ground_truths) if answered else 0.0
+        own = self.custom(episode) if self.custom else {"": outcome_f1 if answered else config.format_score}
+        if own is None:
+            return None
+        outcome = sum(own.values())
+        results = [observed_results(turn.observation) if turn.search_ok else [] for turn in turns]
+        phi = potentials(turns, episode.ground_truths, results)
         early = float(answered and episode.search_depth < min_turns)
-        repeats = repeated_turns(turns, config.repetition_threshold)
-        phi = potentials(turns, golds)
         shaping = shaping_rewards(phi, config.pbrs.gamma, config.pbrs.terminal, turns[-1].kind == "tool_call")
+        parts = {  # name -> (coefficient, raw value of each turn)
+            "pbrs": (float(config.use_pbrs), shaping),
+            "early_stop": (
+                config.early_stop_penalty * config.use_early_stop_penalty,
+                [0.0] * (len(turns) - 1) + [early],
+            ),
+            "repetition": (
+                config.repetition_penalty * config.use_repetition_penalty,
+                repeated_turns(turns, config.repetition_threshold),
+            ),
+        }
+        seen = Evidence(episode, results, phi)
+        parts |= {name: (getattr(config.extras, name), extra(seen)) for name, extra in EXTRAS.items()}
 
-        stop_cost = config.early_stop_penalty * early if config.use_early_stop_penalty else 0.0
-        repeat_cost = config.repetition_penalty if config.use_repetition_penalty else 0.0
-        per_turn = [
-            (shaped if config.use_pbrs else 0.0) + repeat_cost * repeated
-            for shaped, repeated in zip(shaping, repeats, strict=True)
-        ]
-        per_turn[-1] += outcome + stop_cost
         components = {
             "f1": outcome_f1,
-            "em": exact_match(answer, golds) if answered else 0.0,
+            "em": exact_match(episode.answer, episode.ground_truths) if answered else 0.0,
             "outcome": outcome,
-            "pbrs": sum(shaping) if config.use_pbrs else 0.0,
-            "pbrs_raw": sum(shaping),
-            "early_stop": stop_cost,
-            "early_stop_raw": early,
-            "repetition": repeat_cost * sum(repeats),
-            "repetition_raw": float(sum(repeats)),
+            **{f"custom/{name}": value for name, value in own.items() if name},
         }
+        per_turn = [0.0] * len(turns)
+        for name, (coefficient, raw) in parts.items():
+            components[f"{name}_raw"] = float(sum(raw))
+            components[name] = coefficient * components[f"{name}_raw"] + 0.0  # never -0.0
+            if coefficient:
+                per_turn = [earned + coefficient * value for earned, value in zip(per_turn, raw, strict=True)]
+        per_turn[-1] += outcome
         return EpisodeReward(per_turn, components, phi)
 
 
@@ -134,21 +159,23 @@ def shaping_rewards(phi: Sequence[float], gamma: float, terminal: str, ends_in_t
     return shaped
 
 
-def potentials(turns: Sequence[Turn], golds: Sequence[str]) -> list[float]:
+def potentials(turns: Sequence[Turn], golds: Sequence[str], results: Sequence[Results] | None = None) -> list[float]:
     """Phi before each turn and after the last: how much of the best alias the observations so far contain.
 
     The share of an alias's distinct normalised tokens, the largest over the aliases, in [0, 1]. It is 0 throughout
     without a gold, and where an alias is yes or no: any page holds those words, and what else stands beside them as
-    an alias in Natural Questions is the passage, not an answer.
+    an alias in Natural Questions is the passage, not an answer. ``results``: of each turn, where they are known.
     """
     aliases = [form.tokens for form in gold_forms(golds)]
     if not aliases or any(alias in ({"yes"}, {"no"}) for alias in aliases):
         return [0.0] * (len(turns) + 1)
+    if results is None:
+        results = [observed_results(turn.observation) if turn.search_ok else [] for turn in turns]
     missing = set().union(*aliases)
     phi = [0.0]
-    for turn in turns:
+    for rows in results:
         # At 1 there is nothing left to gain, so long texts after it need no look.
-        found = _contained(missing, evidence(turn.observation)) if turn.search_ok and phi[-1] < 1 else None
+        found = _contained(missing, _text(rows)) if rows and phi[-1] < 1 else None
         if found:
             missing -= found
             phi.append(max(1 - len(alias & missing) / len(alias) for alias in aliases))
@@ -165,19 +192,25 @@ def _contained(tokens: set[str], text: str) -> set[str]:
     return tokens.intersection(tokenise(text)) if tokens else tokens
 
 
-def evidence(observation: str) -> str:
-    """What the tool found, out of an observation's JSON.
+def observed_results(observation: str) -> Results:
+    """What the tool found, out of an observation's JSON: one dictionary of texts a result.
 
     The observation repeats the query, and what the policy wrote itself must earn nothing. Text that is not such
-    JSON counts whole.
+    JSON counts whole, as one result; an error message as none.
     """
-    if not observation.startswith("["):
-        return "" if observation.startswith('{"error"') else observation
-    try:
-        blocks, _ = _JSON.raw_decode(observation)
-        return "\n".join(text for block in blocks for result in block["results"] for text in result.values())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return observation
+    if observation.startswith("["):
+        try:
+            blocks, _ = _JSON.raw_decode(observation)
+            results = [result for block in blocks for result in block["results"]]
+            _text(results)
+            return results
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            pass  # not in the form of our own tools
+    return [] if not observation or observation.startswith('{"error"') else [{"text": observation}]
+
+
+def _text(results: Results) -> str:
+    return "\n".join(text for result in results for text in result.values())
 
 
 def repeated_turns(turns: Sequence[Turn], threshold: float) -> list[bool]:
