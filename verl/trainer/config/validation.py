@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from scrl.handler.config import HandlerConfig
 from verl.trainer.config.schema import Config
 
 # Estimators that compare the episodes of one question: a group of one has nothing to compare.
@@ -15,7 +16,7 @@ EPISODE_ESTIMATORS = ("grpo", "drgrpo", "std_only", "rloo")
 
 def validate(config: Config) -> None:
     """Raise ValueError with one sentence for the first combination that cannot work."""
-    for check in (_groups, _batches, _lengths, _turns, _curriculum, _trainer):
+    for check in (_groups, _batches, _lengths, _turns, _curriculum, _trainer, _search):
         for problem in check(config):
             raise ValueError(problem)
 
@@ -42,6 +43,11 @@ def check_inputs(config: Config) -> None:
             _check_files(key, files)
     if config.search.mode == "inprocess" and config.search.cache_mode != "replay":
         _check_search(config)
+    if config.search.cache_mode == "replay" and not Path(config.search.cache_path).is_file():
+        raise ValueError(
+            f"search.cache_path={config.search.cache_path} is not there, and search.cache_mode=replay takes all results "
+            "from it; check the path, or make it with search.cache_mode=record"
+        )
 
 
 def _check_search(config: Config) -> None:
@@ -53,6 +59,13 @@ def _check_search(config: Config) -> None:
             f"search.index_corpus={corpus!r} is not a file; search_engine=local needs a .jsonl or .parquet of "
             "{title, url, text}, such as data/demo/corpus.jsonl"
         )
+
+
+def _search(config: Config) -> Iterator[str]:
+    try:
+        HandlerConfig.from_config(config)
+    except ValueError as error:
+        yield str(error)
 
 
 def _check_files(key: str, files: tuple[str, ...]) -> None:
