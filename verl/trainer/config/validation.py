@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scrl.handler.config import HandlerConfig
 from verl.trainer.config.schema import Config
+from verl.workers.reward_manager.custom import find_file
 
 # Estimators that compare the episodes of one question: a group of one has nothing to compare.
 GROUP_ESTIMATORS = ("grpo", "drgrpo", "std_only", "rloo", "grpo_turn")
@@ -16,7 +17,7 @@ EPISODE_ESTIMATORS = ("grpo", "drgrpo", "std_only", "rloo")
 
 def validate(config: Config) -> None:
     """Raise ValueError with one sentence for the first combination that cannot work."""
-    for check in (_groups, _batches, _lengths, _turns, _curriculum, _trainer, _search):
+    for check in (_groups, _sampling, _batches, _lengths, _turns, _curriculum, _trainer, _search):
         for problem in check(config):
             raise ValueError(problem)
 
@@ -41,12 +42,14 @@ def check_inputs(config: Config) -> None:
     for key, files in needed.items():
         if files is not None:
             _check_files(key, files)
+    if config.reward_model.custom:
+        find_file(config.reward_model.custom)
     if config.search.mode == "inprocess" and config.search.cache_mode != "replay":
         _check_search(config)
     if config.search.cache_mode == "replay" and not Path(config.search.cache_path).is_file():
         raise ValueError(
-            f"search.cache_path={config.search.cache_path} is not there, and search.cache_mode=replay takes all results "
-            "from it; check the path, or make it with search.cache_mode=record"
+            f"search.cache_path={config.search.cache_path} is not there, and search.cache_mode=replay takes all "
+            "results from it; check the path, or make it with search.cache_mode=record"
         )
 
 
@@ -82,6 +85,16 @@ def _groups(config: Config) -> Iterator[str]:
         yield (
             f"agent_grpo.n=1 leaves algorithm.adv_estimator={estimator} nothing to compare, so every advantage would "
             "be 0; set agent_grpo.n to 2 or more (8 is usual), or algorithm.adv_estimator=reinforce_plus_plus"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    estimator = config.algorithm.adv_estimator
+    if config.algorithm.filter_groups.enable and estimator not in GROUP_ESTIMATORS:
+        yield (
+            f"algorithm.filter_groups.enable=true drops groups whose episodes score alike, and "
+            f"algorithm.adv_estimator={estimator} learns from these too, since it compares no group; switch it off, or "
+            "take adv_estimator=grpo_turn"
         )
 
 
@@ -205,6 +218,22 @@ def _odd(config: Config) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is less than the "
             f"longest episode, {longest} tokens; such an episode makes a micro-batch of its own and needs its memory"
+        )
+    if algorithm.adv_estimator == "drgrpo" and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield (
+            f"algorithm.adv_estimator=drgrpo with loss_agg_mode={actor.loss_agg_mode} is half of Dr. GRPO; the other "
+            "half is actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
+        )
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    if actor.policy_loss.loss_mode == "gspo" and low > 0.05:
+        yield (
+            f"actor_rollout_ref.actor.policy_loss.loss_mode=gspo clips the mean ratio of a sequence, which hardly ever "
+            f"leaves 1 -/+ {low:g}; its paper takes clip_ratio_low=3e-4 and clip_ratio_high=4e-4"
+        )
+    if actor.llds_coef and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size:
+        yield (
+            f"actor_rollout_ref.actor.llds_coef={actor.llds_coef} has no effect where a batch is one optimizer step: "
+            "nothing has been displaced before it; lower ppo_mini_batch_size, or raise ppo_epochs"
         )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield "actor_rollout_ref.actor.kl_loss_coef=0: the KL is computed, not used; use_kl_loss=false saves its pass"

@@ -1,0 +1,486 @@
+"""The search cache: what it keeps, how long, for whom, and what becomes of a search when its file fails."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scrl.handler import cache as cache_module
+from scrl.handler.cache import Outcome, SearchCache
+from scrl.handler.cache_file import CacheFile, Entry, jaccard, query_tokens
+from scrl.handler.config import HandlerConfig
+from scrl.handler.handler import SearchHandler
+from scrl.handler.web_search_agent.search_api import SearchError
+from scrl.types import ToolCall, ToolResult
+
+ROOT = Path(__file__).resolve().parents[4]
+DAY = 86_400.0
+
+
+class Engine:
+    """Answers "what" with a row that says how often it was asked; ``nothing*`` is empty and ``fail*`` fails."""
+
+    name = "engine"
+
+    def __init__(self, scope: str = "engine/us/en", found: int = 3) -> None:
+        self.cache_scope, self.found = scope, found
+        self.asked: Counter[str] = Counter()
+
+    def search(self, query: str, topk: int, deadline: float) -> list[dict[str, str]]:
+        self.asked[query] += 1
+        if query.startswith("fail"):
+            raise SearchError("rate_limited", f"not {query} again")
+        if query.startswith("nothing"):
+            return []
+        rows = min(topk, self.found)
+        return [{"title": f"{query} {self.asked[query]}.{i}", "url": "u\x00", "text": "héß 漢字"} for i in range(rows)]
+
+    def close(self) -> None:
+        pass
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1.7e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def handler_over(engine: Engine | None, path: Path | str, **values) -> Iterator[SearchHandler]:
+    config = HandlerConfig(**{"cache_path": str(path), "timeout_s": 30.0, "max_workers": 4, **values})
+    with SearchHandler(config, engine) as handler:
+        yield handler
+
+
+def ask(handler: SearchHandler, *queries: str) -> list[ToolResult]:
+    return handler.handle([ToolCall("web_search", {"query": [query]}) for query in queries])
+
+
+def titles(results: list[ToolResult]) -> list[list[str]]:
+    return [[row["title"] for row in result.items[0]] for result in results]
+
+
+def settle(cache: SearchCache, key: str, *found: str) -> None:
+    outcome = Outcome([{"title": title, "url": "", "text": ""} for title in found])
+    cache.save(key, cache.settle(key, outcome))
+
+
+def python(code: str, *arguments: object, **options) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
+
+
+# What is kept, for whom, how long.
+
+
+def test_results_outlive_the_process_and_come_back_as_they_were(tmp_path):
+    first, second = Engine(), Engine()
+    with handler_over(first, tmp_path / "new" / "c.sqlite") as handler:
+        (found,) = ask(handler, "Red  Harbour")
+    with handler_over(second, tmp_path / "new" / "c.sqlite") as handler:
+        (kept,) = ask(handler, "red harbour")
+        again = ask(handler, "ｒｅｄ HARBOUR")[0]
+        assert handler.metrics()["search/cache_hits"] == 2 and handler.metrics()["search/searches"] == 0
+    assert kept.items == again.items == found.items and kept.cached and not found.cached
+    assert first.asked == {"Red  Harbour": 1} and not second.asked
+
+
+def test_engines_regions_and_languages_do_not_share(tmp_path):
+    for scope, searched in (("google/us/en", 1), ("google/cn/zh", 1), ("google/us/en", 0)):
+        engine = Engine(scope)
+        with handler_over(engine, tmp_path / "c.sqlite") as handler:
+            ask(handler, "a")
+        assert engine.asked["a"] == searched
+
+
+def test_fewer_results_than_asked_for_are_searched_again_unless_there_were_no_more(tmp_path):
+    for topk, found, searched in ((2, 9, 1), (1, 9, 0), (3, 9, 1), (9, 5, 1), (10, 5, 0)):
+        engine = Engine(found=found)
+        with handler_over(engine, tmp_path / "c.sqlite", topk=topk) as handler:
+            result = ask(handler, "a")[0]
+        assert (len(result.items[0]), engine.asked["a"]) == (min(topk, found), searched)
+
+
+@pytest.mark.parametrize("memory", [0, 100])
+def test_results_count_for_seven_days_and_empty_ones_for_minutes(tmp_path, memory):
+    clock = Clock()
+    cache = SearchCache(HandlerConfig(cache_path=str(tmp_path / "c.sqlite"), cache_size=memory), "s", clock)
+
+    def known(key: str) -> bool:
+        return (cache.recall(key) or cache.look_up(key)) is not None
+
+    settle(cache, "a", "found")
+    settle(cache, "empty")
+    assert (known("a"), known("empty")) == (True, True)
+    clock.now += 299
+    assert (known("a"), known("empty")) == (True, True)
+    clock.now += 2
+    assert (known("a"), known("empty")) == (True, False)
+    clock.now += 7 * DAY - 302
+    assert known("a")
+    clock.now += 1
+    assert not known("a")
+    clock.now -= 30 * DAY  # a clock set back must not keep entries for longer
+    assert not known("a")
+    cache.close()
+
+
+def test_failures_are_never_kept(tmp_path):
+    engine = Engine()
+    for _ in range(2):
+        with handler_over(engine, tmp_path / "c.sqlite") as handler:
+            assert [result.error_kind for result in ask(handler, "fail 1")] == ["rate_limited"]
+    assert engine.asked == {"fail 1": 2}
+
+
+def test_old_entries_go_and_the_words_that_led_to_them(tmp_path):
+    clock = Clock()
+    cache = SearchCache(HandlerConfig(cache_path=str(tmp_path / "c.sqlite")), "s", clock)
+    for i in range(20):
+        settle(cache, f"old query {i}", "x")
+    clock.now += 8 * DAY
+    for i in range(10):
+        settle(cache, f"new {i}", "x")
+    cache.close()
+    with sqlite3.connect(tmp_path / "c.sqlite") as database:
+        assert {key for (key,) in database.execute("SELECT key FROM entry")} == {f"new {i}" for i in range(10)}
+        assert {token for (token,) in database.execute("SELECT token FROM token")} == {"new", *map(str, range(10))}
+    database.close()
+
+
+def test_any_text_can_be_a_query_or_a_result(tmp_path):
+    hostile = ["a\x00b", "\ud800", "'; DROP TABLE entry; --", "🦀" * 3000, "<|im_start|>", "w " * 5000, "[", "\\ud800"]
+    engine = Engine()
+    with handler_over(engine, tmp_path / "c.sqlite") as handler:
+        before = titles(ask(handler, *hostile))
+    with handler_over(Engine(), tmp_path / "c.sqlite", cache_fuzzy_threshold=0.9) as handler:
+        assert titles(ask(handler, *hostile[:-1])) == before[:-1]
+        assert handler.metrics()["search/cache_hits"] == len(hostile) - 1
+        assert handler.metrics()["search/cache_errors"] == 0
+
+
+def test_a_hit_in_memory_does_not_touch_the_file(tmp_path):
+    cache = SearchCache(HandlerConfig(cache_path=str(tmp_path / "c.sqlite")), "s")
+    settle(cache, "a", "x")
+    cache._file.close()
+    started = time.perf_counter()
+    for _ in range(1000):
+        assert cache.recall("a").cached
+    assert (time.perf_counter() - started) / 1000 < 1e-3  # microseconds; a disk's lock would be waited for
+
+
+# Similar queries.
+
+
+def test_jaccard_by_hand():
+    assert query_tokens("who wrote the red harbour?") == {"who", "wrote", "the", "red", "harbour"}
+    assert query_tokens("红港 1984") == {"红", "港", "1984"}
+    assert jaccard(frozenset("abcd"), frozenset("abce")) == 3 / 5 and jaccard(frozenset(), frozenset()) == 0
+
+
+def test_similar_queries_are_off_by_default_and_counted_apart(tmp_path):
+    with handler_over(Engine(), tmp_path / "c.sqlite") as handler:
+        ask(handler, "who wrote the red harbour", "nothing like the red harbour")
+    for threshold, hit in ((0.0, False), (0.84, False), (0.83, True)):  # "... in 1984" shares 5 of 6
+        engine = Engine()
+        path = tmp_path / f"{threshold}.sqlite"
+        path.write_bytes((tmp_path / "c.sqlite").read_bytes())
+        with handler_over(engine, path, cache_fuzzy_threshold=threshold) as handler:
+            results = ask(handler, "Red Harbour, who wrote the?") if hit else []
+            results += [
+                *ask(handler, "who wrote the red harbour 1984"),
+                *ask(handler, "who wrote the red harbour 1984"),
+            ]
+            metrics = handler.metrics()
+        assert metrics.get("search/cache_fuzzy_hits", 0) == (3 if hit else 0)
+        assert metrics["search/cache_hits"] == (0 if hit else 1)
+        assert titles(results)[-1][0] == (
+            "who wrote the red harbour 1.0" if hit else "who wrote the red harbour 1984 1.0"
+        )
+
+
+def test_similar_finds_what_comparing_with_every_query_finds(tmp_path):
+    import random
+
+    draw = random.Random(0)
+    words = [f"w{i}" for i in range(30)]
+    keys = sorted({" ".join(draw.sample(words, draw.randint(1, 8))) for _ in range(400)})
+    file = CacheFile(tmp_path / "c.sqlite", "s", "cache")
+    for key in keys[::2]:
+        file.put(Entry(key, 3, 0.0, [{"title": key, "url": "", "text": ""}]))
+    found = 0
+    for threshold in (0.3, 0.5, 0.75, 1.0):
+        for key in keys[1::16]:
+            tokens = query_tokens(key)
+            best = max((jaccard(tokens, query_tokens(other)) for other in keys[::2]), default=0.0)
+            entry = file.similar(key, threshold, lambda _: True)
+            assert (entry is not None) == (best >= threshold)
+            if entry is not None:
+                assert jaccard(tokens, query_tokens(entry.key)) == best
+                found += 1
+    assert 20 < found < 100
+    file.close()
+
+
+# Record and replay.
+
+
+def test_a_recorded_run_is_repeated_exactly_without_an_engine(tmp_path):
+    queries = ["a", "b", "nothing here", "fail 1", "A ", "b", "nothing here", "fail 1"]
+    engine = Engine()
+    with handler_over(
+        engine, tmp_path / "r.sqlite", cache_mode="record", cache_ttl_s=1.0, cache_empty_ttl_s=0.0
+    ) as one:
+        recorded = [ask(one, query)[0] for query in queries]
+    assert engine.asked == {"a": 1, "b": 1, "nothing here": 1, "fail 1": 2}  # failures are written down, not served
+    for memory in (0, 100):
+        with handler_over(
+            None, tmp_path / "r.sqlite", cache_mode="replay", search_engine="google", cache_size=memory
+        ) as two:
+            replayed = [ask(two, query)[0] for query in queries]
+            (missing,) = ask(two, "never asked")
+            metrics = two.metrics()
+        assert [(r.items, r.ok, r.error_kind, r.error) for r in replayed] == [
+            (r.items, r.ok, r.error_kind, r.error) for r in recorded
+        ]
+        assert (missing.ok, missing.error_kind) == (False, "no_backend")
+        assert missing.error.startswith("the recording has no results for 'never asked'")
+        assert metrics["search/replay_misses"] == 1 and metrics["search/searches"] == 0
+
+
+def test_two_recorders_answer_alike(tmp_path):
+    """Each engine would answer differently; what is recorded first is what both give from then on."""
+    config = {"cache_mode": "record", "topk": 1}
+    one, two = Engine(), Engine()
+    two.asked["a"] = 7
+    with (
+        handler_over(one, tmp_path / "r.sqlite", **config) as first,
+        handler_over(two, tmp_path / "r.sqlite", **config) as second,
+    ):
+        assert second._cache.look_up("a") is None  # both are searching
+        ask(first, "a")
+        outcome = second._cache.settle("a", Outcome([{"title": "a 8.0", "url": "", "text": ""}]))
+        assert [row["title"] for row in outcome.rows] == ["a 1.0"]
+        assert titles(ask(second, "a")) == [["a 1.0"]]
+
+
+def test_a_recording_is_no_cache_and_a_cache_no_recording(tmp_path):
+    with (
+        handler_over(Engine(), tmp_path / "r.sqlite", cache_mode="record"),
+        handler_over(Engine(), tmp_path / "c.sqlite"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="is a recording, not a cache; use it with search.cache_mode=replay"):
+        CacheFile(tmp_path / "r.sqlite", "s", "cache")
+    with pytest.raises(ValueError, match="is a cache, not a recording"):
+        CacheFile(tmp_path / "c.sqlite", "s", "recording")
+    with pytest.raises(ValueError, match="is not there; check the path"):
+        CacheFile(tmp_path / "none.sqlite", None, None)
+    CacheFile(tmp_path / "c.sqlite", "another", "cache").close()
+    with pytest.raises(ValueError, match="holds results of 2 engines .*, and a replay needs those of one"):
+        CacheFile(tmp_path / "c.sqlite", None, None)
+
+
+# When the file fails.
+
+
+def test_what_cannot_be_opened_is_one_clear_error(tmp_path):
+    (tmp_path / "text").write_text("not a database " * 100)
+    sqlite3.connect(tmp_path / "other.sqlite").execute("CREATE TABLE t(x)").connection.close()
+    for path, says in (
+        ("text", "is damaged or no cache"),
+        ("other.sqlite", "is a database of something else"),
+        ("text/c.sqlite", "can't be made"),
+        (".", "can't be opened"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            SearchHandler(HandlerConfig(cache_path=str(tmp_path / path)), Engine())
+    with sqlite3.connect(tmp_path / "other.sqlite") as other:
+        assert other.execute("PRAGMA journal_mode").fetchone()[0] == "delete"  # left as it was
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(ValueError, match="another program has held it for 0.1 s"):
+            CacheFile(tmp_path / "other.sqlite", "s", "cache", busy_s=0.1)
+    other.close()
+
+
+def test_a_locked_file_costs_searches_nothing_but_its_lock_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("scrl.handler.cache_file.BUSY_S", 0.2)
+    clock, engine = Clock(), Engine()
+    with handler_over(engine, tmp_path / "c.sqlite", cache_size=0) as handler:
+        handler._cache._clock = clock
+        handler._cache._file._writer.execute("PRAGMA busy_timeout=200")
+        with sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None) as other:
+            other.execute("BEGIN IMMEDIATE")
+            assert titles(ask(handler, "a")) == [["a 1.0", "a 1.1", "a 1.2"]]
+            wait_until(lambda: handler.metrics()["search/cache_errors"] == 1)
+            assert all(result.ok for result in ask(handler, *"abcdef"))  # the file is left alone now
+            other.execute("ROLLBACK")
+        other.close()
+        assert handler.metrics()["search/cache_errors"] == 1 and engine.asked["a"] == 2
+        clock.now += cache_module.OFF_S
+        ask(handler, "z")
+        wait_until(lambda: handler._cache._file.get("z") is not None)
+        ask(handler, "z")
+        assert engine.asked["z"] == 1 and handler.metrics()["search/cache_errors"] == 1
+
+
+def test_a_file_damaged_while_running_is_counted_and_searches_go_on(tmp_path, caplog):
+    engine = Engine()
+    with handler_over(engine, tmp_path / "c.sqlite", cache_size=0) as handler:
+        ask(handler, "a")
+        handler._cache._file._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        size = (tmp_path / "c.sqlite").stat().st_size
+        (tmp_path / "c.sqlite").write_bytes(b"\xff" * size)
+        results = ask(handler, *"abc")
+        assert all(result.ok for result in results)
+        assert handler.metrics()["search/cache_errors"] >= 1
+    assert "searching without it for 30 s" in caplog.text
+
+
+def test_damaged_rows_are_an_error_of_the_disk(tmp_path):
+    file = CacheFile(tmp_path / "c.sqlite", "s", "cache")
+    file.put(Entry("a", 3, 0.0, []))
+    file._writer.execute("UPDATE entry SET rows=x'5b7b'")
+    with pytest.raises(sqlite3.DatabaseError, match="the rows of 'a' are damaged"):
+        file.get("a")
+    file.close()
+
+
+FULL_DISK = """
+import resource, sys
+from scrl.handler.cache import Outcome, SearchCache
+from scrl.handler.config import HandlerConfig
+cache = SearchCache(HandlerConfig(cache_path=sys.argv[1], cache_size=0), "s")
+rows = [{"title": "t", "url": "u", "text": "x" * 5000}]
+cache.save("before", Outcome(rows))
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))  # the kernel refuses to write beyond
+for i in range(100):
+    cache.save(f"q{i}", Outcome(rows))
+print(cache.metrics()["search/cache_errors"], cache.look_up("before"), flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+cache._off_until = 0.0
+cache.save("after", Outcome(rows))
+print(cache.look_up("after") is not None)
+"""
+
+
+def test_a_full_disk_is_counted_and_survived(tmp_path):
+    done = python(FULL_DISK, tmp_path / "c.sqlite", stderr=subprocess.PIPE)
+    out, err = done.communicate(timeout=60)
+    assert out.split() == ["1.0", "None", "True"], err
+    assert "searching without it for 30 s" in err
+
+
+# Many at once, and killed.
+
+WRITER = """
+import sys, threading
+from scrl.handler.cache_file import CacheFile, Entry
+path, name, threads, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+file = CacheFile(path, "s", "cache")
+lock = threading.Lock()
+def write(thread):
+    for i in range(count):
+        key = f"{name} {thread} {i}"
+        file.put(Entry(key, 3, 1e9, [{"title": key, "url": "", "text": "x" * 500}]), expired_before=0.0)
+        assert file.get(key).rows[0]["title"] == key
+        with lock:
+            print(key, flush=True)
+workers = [threading.Thread(target=write, args=(t,)) for t in range(threads)]
+[worker.start() for worker in workers]
+[worker.join() for worker in workers]
+"""
+
+
+def test_two_processes_of_four_threads_write_at_once(tmp_path):
+    writers = [python(WRITER, tmp_path / "c.sqlite", name, 4, 50) for name in ("one", "two")]
+    said = [writer.communicate(timeout=120)[0].splitlines() for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0]
+    file = CacheFile(tmp_path / "c.sqlite", "s", "cache")
+    assert len(said[0]) == len(said[1]) == 200
+    assert {entry.key: entry.rows[0]["title"] for entry in file.entries()} == {key: key for key in said[0] + said[1]}
+    assert len(file) == 400
+    file.close()
+
+
+def test_killed_ten_times_while_writing_it_has_every_row_that_was_written(tmp_path):
+    path, written = tmp_path / "c.sqlite", set()
+    for round_ in range(10):
+        writer = python(WRITER, path, f"round{round_}", 3, 100_000)
+        for _ in range(10 + 7 * round_):
+            written.add(writer.stdout.readline().strip())
+        os.kill(writer.pid, signal.SIGKILL)
+        rest = writer.stdout.read()
+        writer.stdout.close()
+        assert writer.wait(timeout=60) == -signal.SIGKILL
+        written |= set(rest[: rest.rfind("\n") + 1].splitlines())
+        file = CacheFile(path, "s", "cache")
+        assert all((entry := file.get(key)) is not None and entry.rows[0]["title"] == key for key in written)
+        assert len(written) <= len(file) <= len(written) + 3 * (round_ + 1)  # each thread may have been about to say so
+        assert file._reader.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        file.close()
+    assert len(written) >= sum(10 + 7 * round_ for round_ in range(10))
+
+
+OPENER = """
+import sys
+from scrl.handler.cache_file import CacheFile
+sys.stdin.read(1)
+CacheFile(sys.argv[1], sys.argv[2], "cache").close()
+"""
+
+
+def test_processes_that_open_a_new_file_at_once(tmp_path):
+    openers = [python(OPENER, tmp_path / "c.sqlite", name, stdin=subprocess.PIPE) for name in "abcd"]
+    for opener in openers:
+        opener.stdin.write("x")
+        opener.stdin.flush()
+    assert [opener.wait(timeout=60) for opener in openers] == [0] * 4
+    for opener in openers:
+        opener.communicate()
+
+
+def test_a_hundred_threads_with_one_query_search_once(tmp_path):
+    engine = Engine()
+    with handler_over(engine, tmp_path / "c.sqlite") as handler, ThreadPoolExecutor(100) as threads:
+        start = threading.Barrier(100)
+        results = list(threads.map(lambda _: (start.wait(30), ask(handler, "a")[0])[1], range(100)))
+    assert engine.asked == {"a": 1} and len({json.dumps(result.items) for result in results}) == 1
+
+
+def test_a_hit_on_disk_does_not_wait_behind_slow_searches(tmp_path):
+    class Slow(Engine):
+        gate = threading.Event()
+
+        def search(self, query: str, topk: int, deadline: float) -> list[dict[str, str]]:
+            self.gate.wait(30)
+            return super().search(query, topk, deadline)
+
+    with handler_over(Engine(), tmp_path / "c.sqlite") as handler:
+        ask(handler, "known")
+    slow = Slow()
+    with handler_over(slow, tmp_path / "c.sqlite", max_workers=1) as handler:
+        waiting = handler.submit(ToolCall("web_search", {"query": ["new"]}))
+        assert ask(handler, "known")[0].cached and not waiting.done()
+        slow.gate.set()
+        assert waiting.result(timeout=30).ok
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
