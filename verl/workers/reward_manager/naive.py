@@ -29,11 +29,13 @@ class EpisodeReward:
     repetition: number of turns that repeat a query; pbrs and the extras: their sums), ``x`` as it entered the tokens;
     ``custom/x`` what a user's own function named.
     ``phi``: the potential before each turn and after the last one, so one longer than ``turns``.
+    ``by_turn``: what each turn earned by component, as used; what earned it nothing is left out.
     """
 
     turns: list[float]
     components: dict[str, float]
     phi: list[float] = field(default_factory=list)
+    by_turn: list[dict[str, float]] = field(default_factory=list)
 
 
 class NaiveRewardManager:
@@ -60,20 +62,20 @@ class NaiveRewardManager:
             ``token_level_scores (B, R) float32`` and ``info``: arrays of shape (B,): every name of ``COMPONENTS``,
             ``score`` (sum over the tokens), ``return`` (the same discounted per turn), ``valid`` (bool; False for an
             episode that failed or sampled nothing, or that the user's reward function failed on; it scores 0) and
-            ``phi`` (object: lists, see EpisodeReward). With a function of the user's also ``custom_failed`` (bool) and
-            ``custom/x`` for every ``x`` that it named.
+            ``phi`` and ``by_turn`` (object: lists, see EpisodeReward). With a function of the user's also
+            ``custom_failed`` (bool) and ``custom/x`` for every ``x`` that it named.
         """
         min_turns = self.config.min_turns if min_turns is None else min_turns
         rows, columns, values = [], [], []
         info = {name: np.zeros(len(episodes)) for name in (*COMPONENTS, "score", "return")}
         info["valid"] = np.zeros(len(episodes), dtype=bool)
-        info["phi"] = np.empty(len(episodes), dtype=object)
+        info["phi"], info["by_turn"] = np.empty(len(episodes), dtype=object), np.empty(len(episodes), dtype=object)
         if self.custom:
             info["custom_failed"] = np.zeros(len(episodes), dtype=bool)
         for row, episode in enumerate(episodes):
             assert len(episode.response_mask) <= response_length, "a response is longer than the padded width"
             positions = _last_sampled_tokens(episode)
-            info["phi"][row] = []
+            info["phi"][row], info["by_turn"][row] = [], []
             if episode.finish == "error" or not positions:
                 continue
             reward = self.score(episode, min_turns)
@@ -84,7 +86,7 @@ class NaiveRewardManager:
             columns.extend(positions)
             values.extend(reward.turns)
             info["valid"][row] = True
-            info["phi"][row] = reward.phi
+            info["phi"][row], info["by_turn"][row] = reward.phi, reward.by_turn
             info["score"][row] = sum(reward.turns)
             info["return"][row] = sum(discount**k * value for k, value in enumerate(reward.turns))
             for name, value in reward.components.items():
@@ -133,13 +135,17 @@ class NaiveRewardManager:
             **{f"custom/{name}": value for name, value in own.items() if name},
         }
         per_turn = [0.0] * len(turns)
+        by_turn: list[dict[str, float]] = [{} for _ in turns]
         for name, (coefficient, raw) in parts.items():
             components[f"{name}_raw"] = float(sum(raw))
             components[name] = coefficient * components[f"{name}_raw"] + 0.0  # never -0.0
             if coefficient:
                 per_turn = [earned + coefficient * value for earned, value in zip(per_turn, raw, strict=True)]
+                for part, value in zip(by_turn, raw, strict=True):
+                    part |= {name: round(coefficient * value, 6)} if value else {}
         per_turn[-1] += outcome
-        return EpisodeReward(per_turn, components, phi)
+        by_turn[-1]["outcome"] = outcome
+        return EpisodeReward(per_turn, components, phi, by_turn)
 
 
 def shaping_rewards(phi: Sequence[float], gamma: float, terminal: str, ends_in_tool: bool = False) -> list[float]:

@@ -308,6 +308,15 @@ def test_components_add_up_on_random_episodes():
     np.testing.assert_allclose(scores.sum(1).numpy(), total, atol=1e-6)
     for row, made in enumerate(batch):
         assert all(made.response_mask[t] == 1 for t in placed(scores, row))
+        for turn, parts in zip(made.turns, info["by_turn"][row], strict=True):
+            assert sum(parts.values()) == pytest.approx(float(scores[row, slice(*turn.span)].sum()), abs=1e-5)
+
+
+def test_each_turn_tells_what_it_earned_by_component():
+    config = replace(SHAPED, use_repetition_penalty=True)
+    turns = [search("a b", "nothing"), search("a b", "Paris"), answer("Paris")]
+    _, info = NaiveRewardManager(config)([episode(turns)], 30)
+    assert info["by_turn"][0] == [{}, {"pbrs": 1.0, "repetition": -0.2}, {"pbrs": -1.0, "outcome": 1.0}]
 
 
 def test_a_large_batch_takes_seconds_not_minutes():
