@@ -53,9 +53,19 @@ class Turn:
     observation_tokens: int = 0
     span: tuple[int, int] = (0, 0)
     search_ok: bool = True
+    noisy_queries: int = 0  # of ``queries``, how many got another query's results on purpose (SearchNoise)
     latency_s: float = 0.0
     generate_s: float = 0.0
     version: int = -1
+
+
+@dataclass(frozen=True)
+class SearchNoise:
+    """With ``probability`` a query gets the results of one of ``queries``; drawn from ``seed``."""
+
+    probability: float
+    queries: tuple[str, ...]
+    seed: int
 
 
 @dataclass
@@ -78,6 +88,7 @@ class EpisodeRequest:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    noise: SearchNoise | None = None
 
 
 @dataclass

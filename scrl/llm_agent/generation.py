@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from scrl.llm_agent import prompts
+from scrl.llm_agent.noise import with_noise
 from scrl.llm_agent.parsing import Answer, Malformed, parse_turn, split_think
 from scrl.types import Episode, EpisodeRequest, ToolCall, ToolResult, Turn
 from verl.workers.rollout.base import Completion, RolloutEngine, SamplingParams
@@ -124,7 +125,8 @@ class LLMGenerationManager:
                 turn.kind, turn.reason = "malformed", "it called a tool when no calls were left"
                 episode.finish = "max_turns"
                 return
-            observation, observation_ids = await self._tool_turn(parsed, turn, episode_id, request.question)
+            sent, turn.noisy_queries = with_noise(parsed, request)
+            observation, observation_ids = await self._tool_turn(parsed, sent, turn, episode_id, request.question)
             tool_turns += 1
             framed = self._frame.wrap(
                 observation_ids,
@@ -171,11 +173,14 @@ class LLMGenerationManager:
         episode.turns.append(turn)
         return turn, parsed, completion
 
-    async def _tool_turn(self, call: ToolCall, turn: Turn, episode_id: str, question: str) -> tuple[str, list[int]]:
-        """Runs the call; (observation, its token ids), at most ``max_obs_length`` of them. A failure is told in it."""
+    async def _tool_turn(
+        self, call: ToolCall, sent: ToolCall, turn: Turn, episode_id: str, question: str
+    ) -> tuple[str, list[int]]:
+        """Runs ``sent`` as the policy's ``call``; (observation, its token ids), at most ``max_obs_length`` of them. A
+        failure is told in it."""
         started = time.perf_counter()
         if call.name in self._settings.tools:
-            result = await self._run_tool(call, episode_id, question)
+            result = await self._run_tool(sent, episode_id, question)
         else:
             message = f"{call.name} is not available; use {' or '.join(self._settings.tools)}."
             result = ToolResult(ok=False, error=message, error_kind="bad_request")

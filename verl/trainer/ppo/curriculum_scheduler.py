@@ -1,13 +1,25 @@
-"""Stages of ``max_turns``: few tool turns first, more once the policy answers well with those it has. Pure Python."""
+"""What gets harder as the run goes on: stages of ``max_turns``, and noise in the search results. Pure Python."""
 
 import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from verl.trainer.config.schema import CurriculumConfig
+    from verl.trainer.config.schema import CurriculumConfig, SearchNoiseConfig
 
 Event = Literal["promote", "rollback"]
+
+
+def noise_probability(config: "SearchNoiseConfig", step: int, total_steps: int) -> float:
+    """How likely a query gets another query's results in ``step`` of 1 .. ``total_steps``.
+
+    ``p_s + (b^(i/m) - 1) / (b - 1) * (p_e - p_s)``, ZeroSearch's curve (Sun et al. 2025, arXiv:2505.04588, eq. 2;
+    there b = 4): with b above 1 most of the change comes late, b = 1 is its limit, a straight line. A function of the
+    step alone, so there is nothing to save. Steps beyond the last count as the last.
+    """
+    done = min(1.0, step / max(total_steps, 1))
+    grown = done if config.base == 1 else (config.base**done - 1) / (config.base - 1)
+    return config.start + grown * (config.end - config.start)
 
 
 class CurriculumScheduler:
@@ -18,7 +30,8 @@ class CurriculumScheduler:
     (at most ``window`` steps) is below ``thresholds[stage - 1] - hysteresis``: the score that let it in, less a
     margin. The means start anew with each stage, because F1 under other ``max_turns`` is another quantity. So a
     promotion needs ``window`` good steps and a roll-back ``patience`` bad ones, and a score that hovers at the
-    threshold does neither twice in a row: it can't flutter.
+    threshold does neither twice in a row: it can't flutter. A policy that loses a stage again and again can't either:
+    each loss raises what is asked to enter it by another ``hysteresis``.
 
     **By step** (``steps`` given): stage i + 1 starts at training step ``steps[i]`` (the first step is 1).
 
@@ -34,6 +47,7 @@ class CurriculumScheduler:
             _check(config, self._min_turns)
         self._history: deque[float] = deque(maxlen=config.window)
         self._below = 0
+        self._lost = [0] * (len(self._stages) - 1)  # how often the stage behind each gate was left by roll-back
         self._stage = self._stage_at(1) if self._by_step else 0
 
     @property
@@ -76,9 +90,15 @@ class CurriculumScheduler:
         if self._below >= self._config.patience:
             return self._move_to(self._stage - 1)
         full = len(self._history) == self._config.window
-        if full and self._stage + 1 < len(self._stages) and mean > self._config.thresholds[self._stage]:
+        if full and mean > self._promotion_line:
             return self._move_to(self._stage + 1)
         return None
+
+    @property
+    def _promotion_line(self) -> float:
+        if self._stage + 1 == len(self._stages):
+            return math.inf
+        return self._config.thresholds[self._stage] + self._lost[self._stage] * self._config.hysteresis
 
     @property
     def _roll_back_line(self) -> float:
@@ -90,6 +110,8 @@ class CurriculumScheduler:
         if stage == self._stage:
             return None
         event: Event = "promote" if stage > self._stage else "rollback"
+        if event == "rollback":
+            self._lost[stage] += 1
         self._stage, self._below = stage, 0
         self._history.clear()
         return event
@@ -117,11 +139,17 @@ class CurriculumScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, lists and strings, so that it can be written as JSON."""
-        return {"stage": self._stage, "below": self._below, "history": list(self._history), "plan": self._plan()}
+        return {
+            "stage": self._stage,
+            "below": self._below,
+            "lost": list(self._lost),
+            "history": list(self._history),
+            "plan": self._plan(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: ValueError where the state is of another curriculum, or isn't one."""
-        expected = {"stage", "below", "history", "plan"}
+        expected = {"stage", "below", "lost", "history", "plan"}
         if set(state) != expected:
             raise ValueError(
                 f"a curriculum state holds {sorted(expected)}, this one {sorted(state)}; "
@@ -135,6 +163,7 @@ class CurriculumScheduler:
                     "give it the same value, or start afresh with trainer.resume_mode=disable"
                 )
         self._stage, self._below = int(state["stage"]), int(state["below"])
+        self._lost = [int(times) for times in state["lost"]]
         self._history = deque((float(f1) for f1 in state["history"]), maxlen=self._config.window)
 
 

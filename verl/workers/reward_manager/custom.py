@@ -65,8 +65,8 @@ class CustomReward:
             result = self._function(example_episode())
         except Exception as error:  # as above
             log.warning(
-                f"{KEY}={self._spec} raised {type(error).__name__}: {error} ({self._place(error)}) on a made-up episode; "
-                "if it does on real ones, those are left out of the training"
+                f"{KEY}={self._spec} raised {type(error).__name__}: {error} ({self._place(error)}) on a made-up "
+                "episode; if it does on real ones, those are left out of the training"
             )
             return
         try:
@@ -81,23 +81,29 @@ class CustomReward:
         return f"{Path(file).name}, line {frames[-1].lineno}" if frames else Path(file).name
 
 
-def load_function(spec: str) -> Callable[[Episode], Any]:
-    """Raises ValueError, one sentence, where ``spec`` doesn't name a function of one episode."""
+def find_file(spec: str) -> tuple[Path, str]:
+    """The file and the function's name in ``spec``. Nothing is run. Raises ValueError where there is no such file."""
     path, colon, name = spec.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise ValueError(f"{KEY}={spec} is not path.py:function; write {KEY}=my_reward.py:reward")
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{KEY}={spec}: there is no file {path} here or in the repository; check the path")
+    if file.suffix != ".py":
+        raise ValueError(f"{KEY}={spec}: {file.name} is not a Python file; name it {file.stem}.py")
+    return file, name
+
+
+def load_function(spec: str) -> Callable[[Episode], Any]:
+    """Raises ValueError, one sentence, where ``spec`` doesn't name a function of one episode."""
+    file, name = find_file(spec)
     module_spec = importlib.util.spec_from_file_location(f"custom_reward_{file.stem}", file)
-    if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"{KEY}={spec}: {file.name} is not a Python file; name it something.py")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look their module up
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:  # it is not our code, so it may raise anything
-        frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         line = getattr(error, "lineno", None) or (frames[-1] if frames else "?")
         raise ValueError(
             f"{KEY}={spec}: importing {file.name} raised {type(error).__name__}: {error} (line {line}); mend it first"

@@ -13,7 +13,7 @@ import pytest
 
 from scrl.llm_agent import prompts
 from scrl.llm_agent.generation import GenerationSettings, LLMGenerationManager, turn_seed
-from scrl.types import EpisodeRequest, ToolCall, ToolResult
+from scrl.types import EpisodeRequest, SearchNoise, ToolCall, ToolResult
 from verl.workers.rollout.base import Completion, SamplingParams
 
 ROOT = Path(__file__).parents[4]
@@ -348,3 +348,14 @@ def test_the_loop_needs_neither_torch_nor_ray():
     code = "import sys, scrl.llm_agent.generation; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_noisy_query_shows_anothers_results_under_its_own_name(tokenizer):
+    """ZeroSearch's noise: the engine is asked something else, and the policy isn't told."""
+    stage = Stage(tokenizer, [SEARCH, ANSWER], [RESULTS])
+    episode = stage.play(noise=SearchNoise(1.0, ("who wrote book y",), seed=1))
+    assert [call.arguments for call in stage.handler.calls] == [{"query": ["who wrote book y"]}]
+    assert episode.turns[0].queries == ["film x"] and episode.turns[0].noisy_queries == 1
+    assert episode.turns[0].observation == OBSERVATION
+    plain = Stage(tokenizer, [SEARCH, ANSWER], [RESULTS])
+    assert plain.play().turns[0].noisy_queries == 0 and plain.handler.calls[0].arguments == {"query": ["film x"]}

@@ -4,9 +4,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from verl.trainer.config.schema import CurriculumConfig
-from verl.trainer.ppo.curriculum_scheduler import CurriculumScheduler
+from verl.trainer.config.schema import CurriculumConfig, SearchNoiseConfig
+from verl.trainer.ppo.curriculum_scheduler import CurriculumScheduler, noise_probability
 
 CONFIG = CurriculumConfig(
     enable=True, stages=(1, 3, 6), thresholds=(0.2, 0.35), window=3, patience=2, hysteresis=0.05, min_turns=(0, 1, 2)
@@ -152,3 +154,73 @@ def test_a_state_of_another_curriculum_is_refused():
 def test_parts_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         scheduler(**changes)
+
+
+# ----------------------------------------------------------------------------------------------------- it can't flutter
+SCORES = st.lists(st.floats(0, 1), max_size=300)
+PLANS = st.builds(
+    lambda window, patience, hysteresis, first, gap: {
+        "window": window,
+        "patience": patience,
+        "hysteresis": hysteresis,
+        "thresholds": (first, first + gap),
+    },
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.floats(0.02, 0.3),
+    st.floats(0.05, 0.6),
+    st.floats(0.01, 0.3),
+)
+
+
+@given(SCORES, PLANS)
+def test_changes_are_apart_and_losses_are_few_whatever_the_scores(scores, plan):
+    curriculum = scheduler(**plan)
+    events = feed(curriculum, scores)
+    for (before, _), (step, event) in zip([(0, None), *events], events, strict=False):
+        assert step - before >= (plan["window"] if event == "promote" else plan["patience"])
+    # Each loss of a stage makes it dearer by the hysteresis, so there is an end to them.
+    most = sum(math.floor((1 - threshold) / plan["hysteresis"]) + 1 for threshold in plan["thresholds"])
+    assert sum(event == "rollback" for _, event in events) <= most
+
+
+@given(PLANS, st.floats(0, 1), st.integers(0, 10**6))
+def test_a_score_steadier_than_the_hysteresis_only_ever_promotes(plan, level, seed):
+    """Within half a hysteresis of one level, what was good enough to enter a stage is good enough to stay."""
+    rng, reach = random.Random(seed), 0.499 * plan["hysteresis"]
+    events = feed(scheduler(**plan), [level + rng.uniform(-reach, reach) for _ in range(200)])
+    assert [event for _, event in events] in ([], ["promote"], ["promote"] * 2)
+
+
+def test_a_stage_that_was_lost_is_dearer_by_the_hysteresis():
+    curriculum = scheduler(thresholds=(0.2, 0.9))
+    good, bad = [0.22] * 3, [0.1] * 2
+    assert feed(curriculum, good + bad) == [(3, "promote"), (5, "rollback")]
+    assert feed(curriculum, [0.22] * 50, 6) == []  # once it would have been promoted again, and again
+    assert feed(curriculum, [0.26] * 3, 56) == [(58, "promote")]
+
+
+# ---------------------------------------------------------------------------------------------------------------- noise
+@pytest.mark.parametrize(
+    ("base", "step", "expected"),
+    [
+        (4.0, 0, 0.1),
+        (4.0, 50, 0.1 + 0.4 / 3),
+        (4.0, 100, 0.5),
+        (1.0, 25, 0.2),
+        (4.0, 120, 0.5),
+        (0.25, 50, 0.1 + 0.8 / 3),
+    ],
+)
+def test_noise_follows_zerosearchs_curve(base, step, expected):
+    """(b^(1/2) - 1) / (b - 1) is 1/3 for b = 4 and 2/3 for its inverse."""
+    assert noise_probability(SearchNoiseConfig(0.1, 0.5, base), step, 100) == pytest.approx(expected)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 100), st.integers(1, 1000))
+def test_noise_goes_one_way_between_its_ends(start, end, base, total):
+    config = SearchNoiseConfig(start, end, base)
+    curve = [noise_probability(config, step, total) for step in (0, *sorted({1, total // 3, total // 2, total}))]
+    assert curve[0] == start and curve[-1] == pytest.approx(end)
+    signs = [b - a for a, b in zip(curve, curve[1:], strict=False)]
+    assert all(change >= -1e-12 for change in signs) if end >= start else all(change <= 1e-12 for change in signs)
