@@ -7,6 +7,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+_LEAST = {
+    "topk": 1,
+    "max_queries": 1,
+    "max_workers": 1,
+    "cache_size": 0,
+    "page_view_port_size": 100,
+    "max_page_views": 1,
+}
 CONFIG_FILE = Path(__file__).with_name("config.yaml")
 
 
@@ -18,12 +26,15 @@ class HandlerConfig:
     index_corpus: str = ""  # .jsonl or .parquet of {title, url, text}, for search_engine=local
     index_dir: str = ""  # "": a folder index/ beside the corpus
     topk: int = 3  # results a query
-    max_queries: int = 3  # queries run of one call; the rest get no results
+    max_queries: int = 3  # queries, or URLs, run of one call; the rest get no results
     timeout_s: float = 30.0  # a call, whole, its wait for a thread included
     max_workers: int = 16  # threads, and so searches at once
     rate_limit: float | None = None  # requests a second to each engine on the network; None: the engine's own default
     region: str = ""  # two letters of a country, such as us, for engines that have regions; "": the engine's default
     language: str = ""  # two letters, such as en; "": the engine's default
+    browse_any_url: bool = False  # browse_webpage may read what no search of the episode found
+    page_view_port_size: int = 8192  # characters of a page that the reading agent sees at once
+    max_page_views: int = 8  # viewports read of a page, at most
     cache_size: int = 4096  # queries whose results are kept in memory
     cache_path: str = ""  # a file that keeps them for every process and run; "": memory only
     cache_mode: Literal["reuse", "record", "replay"] = "reuse"  # record and replay: a run is repeated offline exactly
@@ -36,15 +47,13 @@ class HandlerConfig:
     server_url_list: tuple[str, ...] = ("http://127.0.0.1:5005",)  # the search servers behind the proxy
 
     def __post_init__(self) -> None:
-        for name, least in (("topk", 1), ("max_queries", 1), ("max_workers", 1), ("cache_size", 0)):
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"search.{name}={getattr(self, name)} is too small; give {least} or more")
         if not self.timeout_s > 0:
             raise ValueError(f"search.timeout_s={self.timeout_s} leaves no time to search; give seconds above 0")
         if self.rate_limit is not None and not self.rate_limit > 0:
-            raise ValueError(
-                f"search.rate_limit={self.rate_limit} allows no request; give requests a second, or null"
-            )
+            raise ValueError(f"search.rate_limit={self.rate_limit} allows no request; give requests a second, or null")
         for name in ("region", "language"):
             code = getattr(self, name)
             if code and not (len(code) == 2 and code.isascii() and code.islower()):

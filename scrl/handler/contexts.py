@@ -2,14 +2,14 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
 
 
 @dataclass
 class _Context:
-    urls: dict[str, None] = field(default_factory=dict)  # an ordered set, oldest first
+    urls: dict[str, str] = field(default_factory=dict)  # url_key -> the query that found it last; oldest first
     notes: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
 
@@ -28,8 +28,8 @@ class EpisodeContexts:
         self._contexts: OrderedDict[str, _Context] = OrderedDict()
         self._released: OrderedDict[str, None] = OrderedDict()
 
-    def record(self, episode_id: str, urls: Iterable[str]) -> None:
-        """The episode's searches returned ``urls``: it may browse them."""
+    def record(self, episode_id: str, urls: Iterable[str], query: str = "") -> None:
+        """A search of the episode, for ``query``, returned ``urls``: it may browse them."""
         with self._lock:
             context = self._touch(episode_id)
             if context is None:
@@ -37,7 +37,7 @@ class EpisodeContexts:
             for url in urls:
                 key = url_key(url)
                 context.urls.pop(key, None)  # seen again: the newest
-                context.urls[key] = None
+                context.urls[key] = query
             while len(context.urls) > self._max_urls:
                 del context.urls[next(iter(context.urls))]
 
@@ -47,17 +47,27 @@ class EpisodeContexts:
             context = self._contexts.get(episode_id)
             return frozenset(context.urls) if context else frozenset()
 
-    def take_new(self, episode_id: str, notes: Sequence[str]) -> list[str]:
-        """Those of ``notes`` that the episode has not been given before, in order; from now on it has."""
+    def query_for(self, episode_id: str, url: str) -> str:
+        """The query that found ``url``; "" where none is known."""
+        with self._lock:
+            context = self._contexts.get(episode_id)
+            return context.urls.get(url_key(url), "") if context else ""
+
+    def known(self, episode_id: str) -> frozenset[str]:
+        """The notes that the episode has been given."""
+        with self._lock:
+            context = self._contexts.get(episode_id)
+            return frozenset(context.notes) if context else frozenset()
+
+    def learn(self, episode_id: str, notes: Iterable[str]) -> None:
+        """The episode is given ``notes``."""
         with self._lock:
             context = self._touch(episode_id)
             if context is None:
-                return list(dict.fromkeys(notes))
-            new = [note for note in dict.fromkeys(notes) if note not in context.notes]
-            context.notes.update(dict.fromkeys(new))
+                return
+            context.notes.update(dict.fromkeys(notes))
             while len(context.notes) > self._max_notes:
                 context.notes.popitem(last=False)
-            return new
 
     def release(self, episode_id: str) -> None:
         """The episode has ended: forget it. Harmless when it is unknown or was released before."""

@@ -24,10 +24,14 @@ from scrl.handler.cache import Outcome, SearchCache, normalise_query
 from scrl.handler.config import HandlerConfig
 from scrl.handler.contexts import EpisodeContexts
 from scrl.handler.metrics import HandlerMetrics
+from scrl.handler.web_search_agent.browser import Browser, Visit
+from scrl.handler.web_search_agent.fetch import PageError
 from scrl.handler.web_search_agent.search_api import SearchBackend, SearchError, make_backend
 from scrl.types import ToolCall, ToolResult
 
 logger = logging.getLogger(__name__)
+
+_ARGUMENTS = {"web_search": "query", "browse_webpage": "url_list"}  # the tools, and what each works on
 
 
 @dataclass(eq=False)
@@ -38,6 +42,8 @@ class _Pending:
     deadline: float
     outcomes: list[Outcome | None]
     not_run: int = 0  # queries beyond max_queries
+    queries: list[str] = field(default_factory=list)  # of a search, those that are run
+    episode_id: str = ""
     done: bool = False
     future: "Future[ToolResult]" = field(default_factory=Future)
 
@@ -65,8 +71,12 @@ class SearchHandler:
         self._backend = backend
         self._cache = SearchCache(config, getattr(backend, "cache_scope", getattr(backend, "name", "")))
         self._contexts = EpisodeContexts()
+        self._browser = Browser(config, self._contexts, self._metrics)
         self._pool = ThreadPoolExecutor(config.max_workers, thread_name_prefix="search")
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="search-cache")
+        self._browsing = ThreadPoolExecutor(
+            config.max_workers, thread_name_prefix="browse"
+        )  # no search waits for a page
         # One lock for all that follows; futures are resolved outside it, since their callbacks may call submit.
         self._changed = threading.Condition()
         self._flights: dict[str, _Flight] = {}
@@ -90,22 +100,32 @@ class SearchHandler:
     ) -> "Future[ToolResult]":
         """Start ``call``; a future that never raises and is resolved by the call's deadline. It can't be cancelled.
 
-        ``items`` has one list for each query of the call, in order. A call is ``ok`` when at least one of its queries
-        was answered; what went wrong with another is still told in ``error``.
+        ``items`` has one list for each query (or URL) of the call, in order. A call is ``ok`` when at least one of its
+        queries was answered; what went wrong with another is still told in ``error``.
+
+        What an episode's searches find is kept under ``episode_id`` until ``release``, since it may browse that alone;
+        ``allowed_urls`` says so instead where the client keeps it. Pages are read for ``question``.
         """
         started = time.monotonic()
         self._metrics.count("calls")
         queries, problem = _read_call(call)
+        browses = call.name == "browse_webpage"
         run = queries[: self._config.max_queries]
         deadline = started + (self._config.timeout_s if timeout_s is None else timeout_s)
-        pending = _Pending(started, deadline, [None] * len(run), len(queries) - len(run))
+        pending = _Pending(
+            started, deadline, [None] * len(run), len(queries) - len(run), [] if browses else run, episode_id
+        )
         pending.future.set_running_or_notify_cancel()
-        self._metrics.count("queries", len(run))
+        self._metrics.count("queries", len(pending.queries))
         with self._changed:
             if self._closed:
                 problem = Outcome(error_kind="internal", error="the search handler is closed")
             if problem:
                 pending.outcomes = [problem] * max(len(run), 1)
+            elif browses:
+                visit = self._browser.visit(episode_id, question, allowed_urls)
+                for position, url in enumerate(run):
+                    self._browsing.submit(self._browse, pending, position, url, visit)
             else:
                 for position, query in enumerate(run):
                     self._ask(pending, position, query)
@@ -140,6 +160,8 @@ class SearchHandler:
             self._answer(pending)
         self._lookups.shutdown(wait=True, cancel_futures=True)  # first: it hands its misses to the other
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._browser.close()
+        self._browsing.shutdown(wait=True, cancel_futures=True)
         self._cache.close()
         if self._backend is not None:
             self._backend.close()
@@ -250,6 +272,21 @@ class SearchHandler:
             self._metrics.observe(f"backend/{self._backend.name}", time.monotonic() - started)
         return Outcome(rows)
 
+    def _browse(self, pending: _Pending, position: int, url: str, visit: Visit) -> None:
+        try:
+            outcome = Outcome([self._browser.read(url, visit, pending.deadline)])
+        except PageError as error:
+            outcome = Outcome(error_kind=error.kind, error=str(error))
+        except Exception as error:  # a bug costs the call that met it, not the run
+            logger.exception("browsing %.200r failed", url)
+            outcome = Outcome(error_kind="internal", error=f"browse_webpage: {type(error).__name__}: {error}")
+        with self._changed:
+            if not pending.done:
+                pending.outcomes[position] = outcome
+            finished = self._take_if_complete(pending)
+        if finished:
+            self._answer(pending)
+
     def _expire_calls(self) -> None:
         while True:
             with self._changed:
@@ -266,6 +303,9 @@ class SearchHandler:
         """Resolve the call's future. Only whoever set ``done`` gets here, so it happens once."""
         outcomes = [outcome for outcome in pending.outcomes if outcome is not None]
         assert len(outcomes) == len(pending.outcomes)
+        for query, outcome in zip(pending.queries, outcomes, strict=False):
+            self._contexts.record(pending.episode_id, [row["url"] for row in outcome.rows if row.get("url")], query)
+            self._browser.remember(outcome.rows)
         failed = [outcome for outcome in outcomes if outcome.error_kind]
         result = ToolResult(
             items=[[dict(row) for row in outcome.rows] for outcome in outcomes] + [[] for _ in range(pending.not_run)],
@@ -280,14 +320,15 @@ class SearchHandler:
 
 
 def _read_call(call: ToolCall) -> tuple[list[str], Outcome | None]:
-    """(queries, problem). The policy wrote the call, so nothing about its arguments is taken for granted."""
-    if call.name == "browse_webpage":
-        return [], Outcome(error_kind="no_backend", error="browse_webpage is not available; use web_search")
-    if call.name != "web_search":
-        return [], Outcome(error_kind="bad_request", error=f"{str(call.name)[:80]!r} is not a tool; use web_search")
-    queries = call.arguments.get("query") if isinstance(call.arguments, dict) else None
+    """(queries or URLs, problem). The policy wrote the call, so nothing about its arguments is taken for granted."""
+    argument = _ARGUMENTS.get(call.name) if isinstance(call.name, str) else None
+    if argument is None:
+        message = f"{str(call.name)[:80]!r} is not a tool; use {' or '.join(_ARGUMENTS)}"
+        return [], Outcome(error_kind="bad_request", error=message)
+    queries = call.arguments.get(argument) if isinstance(call.arguments, dict) else None
     if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
-        return [], Outcome(error_kind="bad_request", error="web_search needs query, a list of non-empty strings")
+        message = f"{call.name} needs {argument}, a list of non-empty strings"
+        return [], Outcome(error_kind="bad_request", error=message)
     return queries, None
 
 

@@ -222,6 +222,9 @@ class SearchConfig:
     rate_limit: PositiveFloat | None = None  # requests a second to each engine; None: the engine's own default
     region: str = ""  # two letters of a country, for engines that have regions
     language: str = ""  # two letters
+    browse_any_url: bool = False  # browse_webpage: also what no search of the episode found
+    page_view_port_size: Annotated[int, Range(100)] = 8192  # characters
+    max_page_views: Positive = 8
     cache_path: str = ""  # a file that keeps results for every process and run; "": memory only
     cache_mode: Literal["reuse", "record", "replay"] = "reuse"
     cache_ttl_s: PositiveFloat = 604800.0  # 7 days

@@ -127,7 +127,7 @@ def test_the_cache_forgets_what_was_used_longest_ago():
 @pytest.mark.parametrize(
     ("call", "kind"),
     [
-        (ToolCall("browse_webpage", {"url_list": ["http://a"]}), "no_backend"),
+        (ToolCall("browse_webpage", {"url_list": ["http://a"]}), "bad_request"),  # no search has found it
         (ToolCall("rm -rf", {}), "bad_request"),
         (ToolCall("web_search", {}), "bad_request"),
         (ToolCall("web_search", {"query": []}), "bad_request"),
@@ -258,7 +258,8 @@ def test_metrics_count_what_happened():
         "empty": 0,
         "expired_unsearched": 0,
         "errors": 1,
-        "errors/no_backend": 1,
+        "errors/bad_request": 1,
+        "browse/pages": 1,
     }
     assert 0 < metrics["search/backend/recording_s/p50"] <= metrics["search/backend/recording_s/max"] < 10
     assert all(isinstance(value, float) for value in metrics.values())
