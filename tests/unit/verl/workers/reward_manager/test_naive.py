@@ -201,6 +201,18 @@ def test_closed_shaping_keeps_the_optimal_policy_and_carry_does_not():
     assert moved > 0
 
 
+def test_carry_pays_for_finding_what_then_is_not_used():
+    """A counter-example by hand: answering at once is right for sure (1), after a search that shows the gold only half
+    of the time. Closed, the search is paid 0 in all; carried, it looks worth 1.5."""
+
+    def value(terminal, phi, outcome):
+        return sum(shaping_rewards(phi, 1.0, terminal)) + outcome
+
+    at_once, after_search = ([0.0, 0.0], 1.0), ([0.0, 1.0, 1.0], 0.5)
+    assert value("zero", *at_once) == 1.0 > value("zero", *after_search) == 0.5
+    assert value("carry", *at_once) == 1.0 < value("carry", *after_search) == 1.5
+
+
 # --- potential -------------------------------------------------------------------------------------------------------
 
 
