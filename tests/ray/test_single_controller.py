@@ -230,8 +230,8 @@ def test_a_constructor_that_fails_surfaces_and_frees_its_place(pool):
 def test_a_pool_that_does_not_fit_says_what_there_is(local_ray):
     with pytest.raises(ValueError, match=r"no room within 0.5 s for 1 x 4 processes of {'CPU': 1.0} .* \(CPU 3, GPU 0"):
         ResourcePool(4, timeout_s=0.5)
-    with pytest.raises(ValueError, match="'GPU': 0.6"):
-        ResourcePool(1, use_gpu=True, gpu_fraction=0.6, timeout_s=0.5)
+    with pytest.raises(ValueError, match="'GPU': 1"):  # a card of its own, whatever it takes of it
+        ResourcePool(1, use_gpu=True, gpus_per_process=0.6, timeout_s=0.5)
     free = ResourcePool(1, cpu_per_process=1.0, timeout_s=10)  # the refused pools hold nothing back
     free.release()
     free.release()
@@ -241,9 +241,9 @@ def test_a_pool_that_does_not_fit_says_what_there_is(local_ray):
     "arguments, message",
     [
         ({"n_per_node": 0}, "n_per_node=0"),
-        ({"gpu_fraction": 1.5}, "gpu_fraction=1.5"),
+        ({"gpus_per_process": 1.5}, "gpus_per_process=1.5"),
+        ({"gpus_per_process": 0}, "gpus_per_process=0"),
         ({"cpu_per_process": -1}, "cpu_per_process=-1"),
-        ({"n_per_node": 2, "use_gpu": True, "gpu_fraction": 0.5}, "two of 2 processes on one card"),
     ],
 )
 def test_impossible_pools_are_refused(arguments, message):

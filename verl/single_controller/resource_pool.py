@@ -11,8 +11,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 class ResourcePool:
     """Room for ``n_per_node`` processes together on one node, ``nnodes`` times: for one worker group at a time.
 
-    ``cpu_per_process``: CPUs, may be a fraction. With ``use_gpu`` each process takes ``gpu_fraction`` of a card; the
-    rest of the card is left for others (an engine that generates on it).
+    ``cpu_per_process``: CPUs, may be a fraction. With ``use_gpu`` each process has a card of its own, of which it takes
+    ``gpus_per_process``; the rest is for guests (``beside``), such as an engine that generates on it. Or it has several
+    whole cards.
 
     Raises ``ValueError`` for impossible numbers, or when the cluster hasn't given the room after ``timeout_s``.
     """
@@ -22,37 +23,43 @@ class ResourcePool:
         n_per_node: int = 1,
         nnodes: int = 1,
         use_gpu: bool = False,
-        gpu_fraction: float = 1.0,
+        gpus_per_process: float = 1.0,
         cpu_per_process: float = 1.0,
         timeout_s: float = 30.0,
     ) -> None:
         if n_per_node < 1 or nnodes < 1:
             raise ValueError(f"n_per_node={n_per_node}, nnodes={nnodes}: a pool needs at least one process on one node")
-        if not 0 < gpu_fraction <= 1:
-            raise ValueError(f"gpu_fraction={gpu_fraction}: a process takes a share above 0 and up to 1 of its card")
-        if use_gpu and n_per_node > 1 and gpu_fraction <= 0.5:
-            # Ray fills a card before it opens the next one, and two ranks on one card break NCCL.
+        if gpus_per_process <= 0 or (gpus_per_process > 1 and gpus_per_process % 1):
             raise ValueError(
-                f"gpu_fraction={gpu_fraction} lets Ray put two of {n_per_node} processes on one card; "
-                f"give each more than 0.5, so that the engine takes less than half"
+                f"gpus_per_process={gpus_per_process}: a process takes a share of its card above 0, or whole cards"
             )
         if cpu_per_process < 0:
             raise ValueError(f"cpu_per_process={cpu_per_process} is negative; give 0 or more")
         self.n_per_node, self.nnodes, self.use_gpu = n_per_node, nnodes, use_gpu
         self.world_size = n_per_node * nnodes
         self.holder: str | None = None  # the worker group that fills it
-        self._need = {"CPU": cpu_per_process, "GPU": gpu_fraction if use_gpu else 0}
+        self._need = {"CPU": cpu_per_process, "GPU": gpus_per_process if use_gpu else 0}
+        # Whole cards: Ray fills one before it opens the next, and two ranks on one card break NCCL.
+        self._bundle = {"CPU": cpu_per_process, "GPU": max(1, gpus_per_process) if use_gpu else 0}
         self._groups: list[PlacementGroup] = []
         self._reserve(timeout_s)
 
     def options(self, rank: int) -> dict[str, Any]:
         """Ray ``options`` that put an actor into the place of this rank."""
+        return {"num_cpus": self._need["CPU"], "num_gpus": self._need["GPU"], "scheduling_strategy": self._place(rank)}
+
+    def beside(self, index: int, gpu_share: float) -> dict[str, Any]:
+        """Ray ``options`` that put a guest, an actor outside of the group, onto the card of rank ``index`` (counted
+        round), where it takes ``gpu_share``. Without ``use_gpu``: onto its node, where it takes nothing."""
+        share = gpu_share if self.use_gpu else 0
+        return {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": self._place(index % self.world_size)}
+
+    def _place(self, rank: int) -> PlacementGroupSchedulingStrategy:
         assert self._groups, "the pool was released"
-        strategy = PlacementGroupSchedulingStrategy(
+        return PlacementGroupSchedulingStrategy(
             placement_group=self._groups[rank // self.n_per_node],
             placement_group_bundle_index=rank % self.n_per_node,
         )
-        return {"num_cpus": self._need["CPU"], "num_gpus": self._need["GPU"], "scheduling_strategy": strategy}
 
     def release(self) -> None:
         """Give the room back; the actors in it are killed. May be called again."""
@@ -62,7 +69,7 @@ class ResourcePool:
                 remove_placement_group(group)
 
     def _reserve(self, timeout_s: float) -> None:
-        bundle = {name: amount for name, amount in self._need.items() if amount} or {"CPU": 0.001}
+        bundle = {name: amount for name, amount in self._bundle.items() if amount} or {"CPU": 0.001}
         # One group a node, packed strictly: ranks of a node are neighbours, whatever the cluster's nodes look like.
         self._groups = [placement_group([bundle] * self.n_per_node, "STRICT_PACK") for _ in range(self.nnodes)]
         deadline = time.monotonic() + timeout_s

@@ -107,6 +107,12 @@ class WorkerGroup:
             return refs
         return join(self._wait(refs, method, self._timeout_s if timeout_s is None else timeout_s), calls)
 
+    def check(self, timeout_s: float = 5.0) -> None:
+        """Raise ``WorkerDied`` if a process is gone. One that is busy, or slow to answer, passes."""
+        asked = {f"rank {rank}": host.ping.remote() for rank, host in enumerate(self._hosts)}
+        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+        self._wait_named({who: ref for who, ref in asked.items() if ref in answered}, "ping", timeout_s)
+
     def shutdown(self) -> None:
         """End the processes. The pool stays reserved until it is released."""
         hosts, self._hosts = self._hosts, []
@@ -127,7 +133,10 @@ class WorkerGroup:
         )
 
     def _wait(self, refs: Sequence[ray.ObjectRef], method: str, timeout_s: float) -> list[Any]:
-        ranks = {f"rank {rank}": ref for rank, ref in enumerate(refs)}
+        return self._wait_named({f"rank {rank}": ref for rank, ref in enumerate(refs)}, method, timeout_s)
+
+    def _wait_named(self, ranks: Mapping[str, ray.ObjectRef], method: str, timeout_s: float) -> list[Any]:
+        refs = list(ranks.values())
         try:
             return list(wait_all(ranks, f"{self._name}.{method}", timeout_s).values())
         except (WorkerDied, TimeoutError) as error:
@@ -135,7 +144,7 @@ class WorkerGroup:
             raise
         except Exception as error:
             # The other ranks may wait for the one that raised, in a collective that it will never join.
-            _, hanging = ray.wait(list(refs), num_returns=len(refs), timeout=_GRACE_S)
+            _, hanging = ray.wait(refs, num_returns=len(refs), timeout=_GRACE_S)
             if hanging:
                 self._broken = error
             raise
@@ -152,6 +161,8 @@ class _Host:
     def place(self) -> dict[str, Any]:
         """An address for rank 0's rendezvous, should this be rank 0."""
         return {"address": ray.util.get_node_ip_address(), "port": _free_port()}
+
+    def ping(self) -> None: ...
 
     def build(self, env: dict[str, str], recipe: bytes) -> None:
         os.environ.update(env)

@@ -3,25 +3,28 @@
 import dataclasses
 import logging
 import math
+import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
-from scrl.types import Episode
+from scrl.types import Episode, SearchNoise
 from verl.protocol import DataProto
 from verl.single_controller import ResourcePool, WorkerGroup, connect
 from verl.trainer.config.convert import config_to_yaml
 from verl.trainer.config.paths import run_dir
 from verl.trainer.config.schema import Config
 from verl.trainer.ppo.batch import assemble, episode_rows, group_requests
-from verl.trainer.ppo.core_algos import ADVANTAGE_ESTIMATORS, entropy_coefficient, zero_variance_groups
-from verl.trainer.ppo.curriculum_scheduler import CurriculumScheduler
+from verl.trainer.ppo.core_algos import ADVANTAGE_ESTIMATORS, entropy_coefficient, silent_rows, zero_variance_groups
+from verl.trainer.ppo.curriculum_scheduler import CurriculumScheduler, noise_probability
+from verl.trainer.ppo.dynamic_sampling import Sample, fill, join_info
 from verl.trainer.ppo.metrics import (
     batch_metrics,
     episode_metrics,
@@ -42,6 +45,9 @@ from verl.workers.reward_manager.naive import NaiveRewardManager
 
 log = logging.getLogger(__name__)
 GENERATE_TIMEOUT_S = 3600.0
+NOISE_QUERIES = 16
+EXPORT_TIMEOUT_S = 600.0
+ACTOR_CHECK_S = 10.0
 
 
 def run(config: Config) -> None:
@@ -161,7 +167,7 @@ class RayPPOTrainer:
         if self.train_set:
             episodes = f"{data.train_batch_size} x {config.agent_grpo.n} episodes a step"
             say(f"{len(self.train_set)} training questions, {episodes}")
-        say(f"{len(self.val_set or ())} validation questions; search_engine={config.search_engine}")
+        say(f"{len(self.val_set or ())} validation questions; search_engine={','.join(config.search_engine)}")
         say(f"writing to {self.dir}" + (f", going on from {found.name}" if found else ""))
 
     def _loop(self, total: int) -> None:
@@ -195,44 +201,61 @@ class RayPPOTrainer:
         """One step, from questions to new weights in every engine. Returns its metrics."""
         watch = Stopwatch(self.tracking.status)
         with watch("step"):
-            questions = self.stream.next_batch()
             self.rollouts.step_metrics(1.0)  # what validation did since is not this step's
-            with watch("gen"):
-                episodes = self.generate(questions, step)
+            sample, left_out, filtered = self.sample(step, watch)
             worked = self.rollouts.step_metrics(watch.seconds["gen"])
-            with watch("assemble"):
-                batch = assemble(episodes, self.tokenizer.pad_token_id)
-                batch.meta_info |= self._meta(step)
+            batch = sample.batch
+            batch.meta_info |= self._meta(step)
             if not self.on_policy:
                 with watch("old_log_prob"):
                     batch = batch.union(self.actor.compute_log_prob(self._inputs(batch)))
             if self.config.actor_rollout_ref.actor.use_kl_loss:
                 with watch("ref_log_prob"):
                     batch = batch.union(self.actor.compute_ref_log_prob(self._inputs(batch)))
-            with watch("reward"):
-                info = self.reward(batch, episodes)
+            if self.config.algorithm.adv_estimator == "remax":
+                with watch("gen_max"):
+                    batch.batch["baselines"] = self._greedy_returns(batch, sample.questions, step)
             with watch("adv"):
-                self.advantage(batch, questions, step)
+                self.advantage(batch)
             if self._interrupted:  # nothing of this step has reached the weights yet
                 raise KeyboardInterrupt
             self._updating = True  # from here to the next whole step the weights belong to none
             with watch("update_actor"):
-                updated = self.actor.update_actor(self._inputs(batch, *self._training_keys(batch)))
-                batch.batch["old_log_probs"] = updated.batch["old_log_probs"]
+                updated = self.update(batch)
             with watch("update_weights"):
                 self.sync(step)
             self.step, self._stream_state, self._updating = step, self.stream.state_dict(), False
             with watch("monitor"):
-                metrics = self.learn(batch, episodes, info) | updated.meta_info["metrics"]
+                metrics = self.learn(sample, left_out) | updated | filtered
         metrics |= timing_metrics(watch.seconds)
         metrics |= worked
-        metrics |= throughput_metrics(batch.batch, watch.seconds, self.actor.world_size)
-        self.write_rollouts(f"rollout_step_{step}.json", episodes, info, batch.batch)
+        beside = left_out.batch.batch["response_mask"].sum().item() if left_out else 0.0
+        metrics |= throughput_metrics(batch.batch, watch.seconds, self.actor.world_size, beside)
+        self.write_rollouts(f"rollout_step_{step}.json", sample, left_out)
         return metrics
 
     # ------------------------------------------------------------------------------------------------ a step's phases
-    def generate(self, questions: Sequence[Question], step: int) -> list[Episode]:
-        """``agent_grpo.n`` episodes a question, group after group."""
+    def sample(self, step: int, watch: Stopwatch) -> tuple[Sample, Sample | None, dict[str, float]]:
+        """Episodes to train on; with ``algorithm.filter_groups`` also those left out, and how it went."""
+
+        def play(count: int, first: int) -> Sample:
+            questions = self.stream.next_batch(count)
+            with watch("gen"):
+                episodes = self.generate(questions, step, first)
+            with watch("assemble"):
+                batch = assemble(episodes, self.tokenizer.pad_token_id)
+            with watch("reward"):
+                info = self.reward(batch, episodes)
+            return Sample(questions, episodes, batch, info)
+
+        wanted, limits = self.config.data.train_batch_size, self.config.algorithm.filter_groups
+        if not limits.enable:
+            return play(wanted, 0), None, {}
+        pad_id = self.tokenizer.pad_token_id
+        return fill(play, self._silent, wanted=wanted, max_rounds=limits.max_num_gen_batches, pad_id=pad_id)
+
+    def generate(self, questions: Sequence[Question], step: int, first: int = 0) -> list[Episode]:
+        """``agent_grpo.n`` episodes a question, group after group; ``first``: questions of this step before them."""
         rollout, trainer = self.config.actor_rollout_ref.rollout, self.config.trainer
         requests = group_requests(
             questions,
@@ -243,6 +266,8 @@ class RayPPOTrainer:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             seed=trainer.seed if trainer.deterministic else None,
+            noise=self._search_noise(step),
+            first=first,
         )
         episodes = self._play(requests)
         assert all(episode.version in (step - 1, -1) for episode in episodes), "an engine holds another step's weights"
@@ -250,8 +275,28 @@ class RayPPOTrainer:
             raise RuntimeError(f"every episode of step {step} failed; the first one: {episodes[0].error}")
         return episodes
 
+    def _search_noise(self, step: int) -> SearchNoise | None:
+        """Noisy queries search for some of the training questions instead: of the same world, and off the point."""
+        probability = noise_probability(self.config.curriculum.search_noise, step, self.total_steps)
+        if not probability:
+            return None
+        seed, size = self.config.trainer.seed, len(self.train_set)
+        chosen = random.Random(f"{seed}/noise/{step}").sample(range(size), min(NOISE_QUERIES, size))
+        return SearchNoise(probability, tuple(self.train_set[place].question for place in chosen), seed)
+
     def _play(self, requests: Sequence[Any]) -> list[Episode]:
-        return self.rollouts.generate(requests, timeout_s=GENERATE_TIMEOUT_S, interrupted=lambda: self._interrupted)
+        checked = time.monotonic()
+
+        def tick(done: int) -> None:
+            nonlocal checked
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self.tracking.status(f"{done} of {len(requests)} episodes")
+            if time.monotonic() - checked > ACTOR_CHECK_S:  # a dead actor shows by itself only when it is called
+                self.actor.check()
+                checked = time.monotonic()
+
+        return self.rollouts.generate(requests, timeout_s=GENERATE_TIMEOUT_S, tick=tick)
 
     def reward(self, batch: DataProto, episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
         """Put ``token_level_scores`` into the batch; returns every component by episode."""
@@ -264,19 +309,38 @@ class RayPPOTrainer:
         batch.batch["token_level_scores"] = scores
         return info
 
-    def advantage(self, batch: DataProto, questions: Sequence[Question], step: int) -> None:
+    def advantage(self, batch: DataProto) -> None:
         """Put ``advantages`` and ``returns`` into the batch."""
-        algorithm = self.config.algorithm
-        options = {"turn_index": batch.batch["turn_index"], "gamma": algorithm.gamma}
-        if algorithm.adv_estimator == "remax":
-            options["baselines"] = self._greedy_returns(batch, questions, step)
-        estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
-        batch.batch["advantages"], batch.batch["returns"] = estimator(
-            batch.batch["token_level_scores"],
-            batch.batch["response_mask"],
-            batch.non_tensor_batch["uid"],
-            **options,
-        )
+        inputs, options = self._rewarded(batch)
+        estimator = ADVANTAGE_ESTIMATORS[self.config.algorithm.adv_estimator]
+        options["baselines"] = batch.batch.get("baselines", None)
+        batch.batch["advantages"], batch.batch["returns"] = estimator(*inputs, **options)
+
+    def _silent(self, sample: Sample) -> list[bool]:
+        """Of each group, whether its episodes teach the estimator nothing."""
+        inputs, options = self._rewarded(sample.batch)
+        return silent_rows(*inputs, **options).tolist()[:: self.config.agent_grpo.n]
+
+    def _rewarded(self, batch: DataProto) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What estimators and the zero-variance rule look at, and how."""
+        algorithm, tensors = self.config.algorithm, batch.batch
+        options = {"turn_index": tensors["turn_index"], "gamma": algorithm.gamma}
+        options["by_turn"] = algorithm.adv_estimator == "grpo_turn"
+        return (tensors["token_level_scores"], tensors["response_mask"], batch.non_tensor_batch["uid"]), options
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Optimizer steps on the batch, ``ppo_mini_batch_size`` questions each; puts ``old_log_probs`` into it.
+
+        Rows are dealt out to the ranks one by one, so that each holds its share of every mini-batch; which episodes
+        share a step doesn't depend on the number of ranks.
+        """
+        inputs = self._inputs(batch, *self._training_keys(batch))
+        episodes = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.config.agent_grpo.n
+        inputs.batch["mini_batch"] = torch.arange(len(batch)) // episodes
+        order = (torch.arange(len(batch)) % self.actor.world_size).argsort(stable=True)
+        updated = self.actor.update_actor(inputs.reorder(order))
+        batch.batch["old_log_probs"] = updated.batch["old_log_probs"][order.argsort()]
+        return updated.meta_info["metrics"]
 
     def _greedy_returns(self, batch: DataProto, questions: Sequence[Question], step: int) -> torch.Tensor:
         """ReMax's baseline (Li et al. 2023): (B,) the return of the greedy episode of each row's question."""
@@ -289,6 +353,7 @@ class RayPPOTrainer:
             top_p=1.0,
             top_k=0,
             seed=None,
+            noise=self._search_noise(step),
         )
         episodes = self._play(requests)
         longest = max(len(episode.response_ids) for episode in episodes)
@@ -300,18 +365,35 @@ class RayPPOTrainer:
 
     def sync(self, version: int) -> None:
         """Give the actor's weights to every engine, as those of step ``version``."""
-        self.rollouts.update_weights(self.actor.call("export_weights", blocking=False)[0], version)
 
-    def learn(self, batch: DataProto, episodes: Sequence[Episode], info: dict[str, np.ndarray]) -> dict[str, float]:
-        """Metrics of the step, the monitor's look at it, and the curriculum's next stage."""
-        tensors = batch.batch
+        def export() -> Any:
+            exported = self.actor.call("export_weights", blocking=False)[0]
+            ray.wait([exported], timeout=EXPORT_TIMEOUT_S, fetch_local=False)
+            self.actor.check()  # had it died, the engines' workers would seem to be what failed
+            return exported
+
+        self.rollouts.update_weights(export, version)
+
+    def learn(self, sample: Sample, left_out: Sample | None) -> dict[str, float]:
+        """Metrics of the step, the monitor's look at it, and the curriculum's next stage.
+
+        What the policy does is judged by all it played: without the groups that all fail or all succeed it would look
+        better or worse than it is.
+        """
+        tensors, episodes, info = sample.batch.batch, sample.episodes, sample.info
+        if left_out:
+            episodes, info = episodes + left_out.episodes, join_info([info, left_out.info])
         metrics = batch_metrics(tensors) | reward_metrics(info) | self.curriculum.metrics()
         metrics |= self.monitor.observe(self.step, episodes, [float(value) for value in info["return"]])
         metrics |= episode_metrics(episodes)
-        metrics |= rollout_gap_metrics(tensors["rollout_log_probs"], tensors["old_log_probs"], tensors["response_mask"])
-        silent, _ = zero_variance_groups(
-            tensors["token_level_scores"], tensors["response_mask"], batch.non_tensor_batch["uid"]
+        metrics |= rollout_gap_metrics(
+            tensors["rollout_log_probs"],
+            tensors["old_log_probs"],
+            tensors["response_mask"],
+            self.config.algorithm.rollout_correction.rollout_is_threshold,
         )
+        inputs, options = self._rewarded(sample.batch)
+        silent, _ = zero_variance_groups(*inputs, **options)
         metrics["adv/zero_variance_groups"] = float(silent)
         valid = info["valid"]
         self.curriculum.update(float(info["f1"][valid].mean()) if valid.any() else math.nan, self.step)
@@ -342,19 +424,22 @@ class RayPPOTrainer:
                 episodes += self._play(requests)
         _, info = self.rewards(episodes, max(len(episode.response_ids) for episode in episodes))
         name = "rollout" if trainer.val_only else "val"
-        self.write_rollouts(f"{name}_step_{0 if trainer.val_only else self.step}.json", episodes, info)
+        rows = episode_rows(episodes, self.tokenizer, info)
+        self._write_rows(f"{name}_step_{0 if trainer.val_only else self.step}.json", rows)
         return validation_metrics(episodes, info) | {"timing_s/testing": watch.seconds["testing"]}
 
-    def write_rollouts(
-        self,
-        name: str,
-        episodes: Sequence[Episode],
-        info: dict[str, np.ndarray],
-        tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
+    def write_rollouts(self, name: str, sample: Sample, left_out: Sample | None) -> None:
+        """Every episode played, one row each; ``filtered`` marks those that were not trained on."""
+        rows = episode_rows(sample.episodes, self.tokenizer, sample.info, sample.batch.batch)
+        if left_out:
+            more = episode_rows(left_out.episodes, self.tokenizer, left_out.info)
+            rows += [row | {"filtered": True} for row in more]
+        self._write_rows(name, rows)
+
+    def _write_rows(self, name: str, rows: list[dict[str, Any]]) -> None:
         folder = self.dir / "rollout"
         folder.mkdir(parents=True, exist_ok=True)
-        save_json(folder / name, episode_rows(episodes, self.tokenizer, info, tensors))
+        save_json(folder / name, rows)
 
     def _meta(self, step: int) -> dict[str, Any]:
         actor = self.config.actor_rollout_ref.actor
@@ -368,7 +453,9 @@ class RayPPOTrainer:
         return batch.select(["input_ids", "attention_mask", "response_mask", *more], [])
 
     def _training_keys(self, batch: DataProto) -> list[str]:
-        keys = ("old_log_probs", "entropys", "ref_log_prob", "advantages")
+        keys = ["old_log_probs", "entropys", "ref_log_prob", "advantages"]
+        if self.config.algorithm.rollout_correction.rollout_is:
+            keys.append("rollout_log_probs")
         return [key for key in keys if key in batch.batch.keys()]
 
     # ------------------------------------------------------------------------------------------ start, save and resume
@@ -386,15 +473,34 @@ class RayPPOTrainer:
         return self.stream.steps(trainer.total_epochs)
 
     def start_workers(self) -> None:
-        """Actor ranks and rollout workers, side by side on the same cards; both load at the same time."""
-        trainer, gpu = self.config.trainer, torch.cuda.is_available()
+        """Actor ranks and rollout workers, worker i on the card (without GPUs: the node) of rank i, counted round.
+
+        An engine over several cards (``tensor_model_parallel_size``) has these to itself.
+        """
+        trainer, rollout, gpu = self.config.trainer, self.config.actor_rollout_ref.rollout, torch.cuda.is_available()
         threads = {} if gpu else {"OMP_NUM_THREADS": "1"}
-        share = self.config.actor_rollout_ref.rollout.gpu_memory_utilization if gpu else 0
-        options = {"num_cpus": 0, "num_gpus": share, "runtime_env": {"env_vars": threads}}
-        self.rollouts = RolloutPool(self.config, options)
-        pool = ResourcePool(trainer.n_gpus_per_node, trainer.nnodes, use_gpu=gpu, gpu_fraction=1 - share)
+        share, cards = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
+        shared = not gpu or cards == 1
+        guests = math.ceil(rollout.num_workers / (trainer.n_gpus_per_node * trainer.nnodes)) if shared else 0
+        if gpu and guests * share >= 1:
+            raise ValueError(
+                f"{guests} engines a card of actor_rollout_ref.rollout.gpu_memory_utilization={share} leave the actor "
+                f"nothing; lower it below {1 / guests:.2f}, or actor_rollout_ref.rollout.num_workers"
+            )
+        left = round(1 - guests * share, 4)  # Ray counts no finer
+        pool = ResourcePool(trainer.n_gpus_per_node, trainer.nnodes, use_gpu=gpu, gpus_per_process=left)
+        apart = None if shared else ResourcePool(1, rollout.num_workers, True, cards, cpu_per_process=0)
+
+        def place(index: int) -> dict[str, Any]:
+            options = pool.beside(index, share) if apart is None else apart.options(index)
+            return options | {"runtime_env": {"env_vars": threads}}
+
+        if not gpu:  # both load at the same time
+            self.rollouts = RolloutPool(self.config, place)
         self.actor = WorkerGroup(ActorRefWorker, pool, self.config, env_vars=threads)
         counts = self.actor.init_model()[0]
+        if gpu:  # vLLM sizes its cache by what it finds free
+            self.rollouts = RolloutPool(self.config, place)
         trained, total = counts["trainable_parameters"], counts["parameters"]
         self.parameters = f"{total:,} parameters, {trained:,} of them trained"
         self.rollouts.wait_ready()

