@@ -277,6 +277,8 @@ def create_proxy_app(config: HandlerConfig) -> FastAPI:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = config_from_arguments(__doc__, arguments)
+        if (own := f"http://{config.host}:{config.proxy_port}") in config.server_url_list:
+            raise ValueError(f"server_url_list holds {own}, which is the proxy itself; give the servers behind it")
         app = create_proxy_app(config)
         return serve(app, config.host, config.proxy_port, f"search proxy before {len(config.server_url_list)} servers")
     except ValueError as error:

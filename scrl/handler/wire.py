@@ -9,6 +9,7 @@ item ``episode_id`` and ``allowed_urls`` (what the episode's searches found, so 
 import json
 from dataclasses import asdict
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -39,12 +40,13 @@ def encode_json(value: Any) -> bytes:
 def checked_url(key: str, url: str) -> str:
     """A server's address without its path. ValueError, naming ``key``, where it is no http(s) URL."""
     try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError):
-        parsed = httpx.URL("")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except (ValueError, AttributeError):
+        usable = False
+    if not usable:
         raise ValueError(f"{key}={url!r} is no address of a search server; write it as http://127.0.0.1:5004")
-    return str(url).rstrip("/").removesuffix(EXECUTION_PATH)
+    return url.rstrip("/").removesuffix(EXECUTION_PATH)
 
 
 def problem_of(reply: httpx.Response) -> str:
