@@ -2,13 +2,16 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import cloudpickle
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
+from tests.tiny import LORA, tiny_model
+from tests.tiny import VOCAB as V
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, ResourcePool, WorkerGroup, connect, register
 from verl.trainer.config.schema import (
@@ -17,7 +20,6 @@ from verl.trainer.config.schema import (
     AgentGrpoConfig,
     Config,
     DataConfig,
-    ModelConfig,
     OptimConfig,
     RayConfig,
     TrainerConfig,
@@ -25,26 +27,13 @@ from verl.trainer.config.schema import (
 from verl.workers.fsdp_workers import ActorRefWorker
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers can't import this file
-B, P, R, V = 7, 6, 12, 128  # 7 episodes: 2 ranks need a pad row
+B, P, R = 7, 6, 12  # 7 episodes: 2 ranks need a pad row
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=V,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = Qwen2ForCausalLM(config)
-    for parameter in model.parameters():  # the default initialisation is nearly uniform in its output
-        torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() == 2 else None
     folder = tmp_path_factory.mktemp("a model")
-    model.save_pretrained(folder)
+    tiny_model().save_pretrained(folder)
     return str(folder)
 
 
@@ -82,7 +71,7 @@ def make_config(path):
         kl_loss_coef=0.1,
         optim=OptimConfig(lr=1e-2),
     )
-    model = ModelConfig(path=path, lora_rank=4, lora_alpha=8)
+    model = replace(LORA, path=path)
     return Config(
         data=DataConfig(max_response_length=R),
         actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor),

@@ -52,9 +52,9 @@ class RLHFDataset:
         self._tokenizer = tokenizer
         self._max_prompt_length = max_prompt_length
         self._tools = tools
-        self._rows: list[_Row] = []
+        self._rows: list[QuestionRow] = []
         for path in expand_files(files):
-            self._rows.extend(_read_rows(path))
+            self._rows.extend(read_rows(path))
         if not self._rows:
             raise ValueError(f"{files} hold no rows; a dataset needs at least one question")
         self._rows = self._rows[:max_samples]
@@ -108,6 +108,7 @@ class QuestionStream:
 
     Each epoch goes through the whole dataset in its own order. Every batch is full: where an epoch ends inside a batch,
     the next epoch's first questions complete it, so nothing is dropped, and no question stands twice in one batch.
+    Fewer questions can be asked for at once (to refill a step); what is left of a batch then comes first the next time.
     """
 
     def __init__(self, dataset: RLHFDataset, batch_size: int, *, shuffle: bool = True, seed: int = 0) -> None:
@@ -122,24 +123,32 @@ class QuestionStream:
         self._seed = seed
         self._epoch, self._position = 0, 0
         self._order = self._order_of(0, pending=[])
+        self._held: list[int] = []  # drawn, not handed out yet
 
     def steps(self, epochs: int) -> int:
         """Batches that show every question ``epochs`` times; the last may go a little beyond."""
         return -(-epochs * len(self._dataset) // self._batch_size)
 
-    def next_batch(self) -> list[Question]:
-        """The next ``batch_size`` questions."""
+    def next_batch(self, count: int | None = None) -> list[Question]:
+        """The next ``batch_size`` questions, or the next ``count``."""
+        count = count or self._batch_size
+        while len(self._held) < count:
+            self._held += self._draw()
+        taken, self._held = self._held[:count], self._held[count:]
+        return [self._dataset[i] for i in taken]
+
+    def _draw(self) -> list[int]:
         indices = self._order[self._position : self._position + self._batch_size]
         self._position += len(indices)
         if (missing := self._batch_size - len(indices)) > 0:
             self._epoch, self._position = self._epoch + 1, missing
             self._order = self._order_of(self._epoch, pending=indices)
             indices = indices + self._order[:missing]
-        return [self._dataset[i] for i in indices]
+        return indices
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able. What is compared at loading stands beside the position."""
-        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+        return {"epoch": self._epoch, "position": self._position, "held": list(self._held), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken. Raises ValueError when data, batch size, shuffle or seed differ."""
@@ -155,6 +164,7 @@ class QuestionStream:
             drawn = (epoch * len(self._dataset)) % self._batch_size
             self._order = self._order_of(epoch, pending=self._order[len(self._order) - drawn :] if drawn else [])
         self._epoch, self._position = state["epoch"], state["position"]
+        self._held = list(state.get("held", []))  # checkpoints from before refills have none
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -179,7 +189,9 @@ class QuestionStream:
 
 
 @dataclass(frozen=True)
-class _Row:
+class QuestionRow:
+    """A row as it stands in its file."""
+
     question: str
     ground_truths: tuple[str, ...]
     data_source: str
@@ -200,7 +212,8 @@ def expand_files(files: str | Sequence[str]) -> list[Path]:
     return found
 
 
-def _read_rows(path: Path) -> list[_Row]:
+def read_rows(path: Path) -> list[QuestionRow]:
+    """One parquet file's rows; form and errors as in RLHFDataset."""
     try:
         schema = pq.read_schema(path)
         missing = [name for name in COLUMNS if name not in schema.names]
@@ -223,7 +236,7 @@ def _read_rows(path: Path) -> list[_Row]:
         if not question or not golds:
             bad.append(f"{place}: {'no user message in prompt' if not question else 'empty reward_model.ground_truth'}")
         else:
-            rows.append(_Row(question, golds, str(source), key, place))
+            rows.append(QuestionRow(question, golds, str(source), key, place))
     if bad:
         more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise ValueError(f"{path} has {len(bad)} unusable rows ({'; '.join(bad[:5])}{more}); mend or remove them")

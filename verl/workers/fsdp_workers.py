@@ -127,8 +127,8 @@ class ActorRefWorker(Worker):
             policy,
             config.actor,
             self.config.stability,
-            episodes_per_step=config.actor.ppo_mini_batch_size * self.config.agent_grpo.n,
             max_response_length=self.config.data.max_response_length,
+            correction=self.config.algorithm.rollout_correction,
             packed=config.model.use_remove_padding,
             optimizer=optimizer,
         )

@@ -107,7 +107,7 @@ RETIRED: dict[str, str] = {
     "custom_reward_function.*": "reward_model.custom=path.py:function replaces it",
     "algorithm.filter_groups.metric": "a group is judged by its episodes' returns",
     "algorithm.filter_groups.filter_*": "a group is judged by its episodes' returns",
-    "algorithm.rollout_correction.*": "weights are truncated, algorithm.rollout_correction.rollout_is names their level",
+    "algorithm.rollout_correction.*": "algorithm.rollout_correction.rollout_is names the level of truncated weights",
     "actor_rollout_ref.actor.tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold replaces it",
     "algorithm.kl_ctrl*": "actor_rollout_ref.actor.kl_loss_coef weighs the KL, which is part of the loss",
     "algorithm.kl_penalty": "actor_rollout_ref.actor.kl_loss_type names the estimator",

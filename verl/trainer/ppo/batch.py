@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from scrl.types import Episode, EpisodeRequest, Turn
+from scrl.types import Episode, EpisodeRequest, SearchNoise, Turn
 from verl.protocol import DataProto
 from verl.utils.dataset import Question
 
@@ -25,11 +26,13 @@ def group_requests(
     top_p: float,
     top_k: int,
     seed: int | None,
+    noise: SearchNoise | None = None,
+    first: int = 0,
 ) -> list[EpisodeRequest]:
-    """``n`` requests a question, group after group. A group's uid names its step and its place in the batch."""
+    """``n`` requests a question, group after group. A group's uid names its step and place in it, from ``first`` on."""
     return [
         EpisodeRequest(
-            uid=f"{step}-{place}",
+            uid=f"{step}-{first + place}",
             sample_index=sample,
             index=question.index,
             question=question.question,
@@ -41,6 +44,7 @@ def group_requests(
             top_p=top_p,
             top_k=top_k,
             seed=seed,
+            noise=noise,
         )
         for place, question in enumerate(questions)
         for sample in range(n)
@@ -79,7 +83,6 @@ def assemble(episodes: Sequence[Episode], pad_id: int) -> DataProto:
             "responses": response,
             "input_ids": torch.cat([prompt, response], dim=1),
             "attention_mask": attention,
-            "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
             "response_mask": mask,
             "rollout_log_probs": logprobs,
             "turn_index": turn_index,
@@ -87,6 +90,23 @@ def assemble(episodes: Sequence[Episode], pad_id: int) -> DataProto:
         {"uid": np.array([episode.uid for episode in episodes], dtype=object)},
         {},
     )
+
+
+def join(parts: Sequence[DataProto], pad_id: int) -> DataProto:
+    """Batches of ``assemble`` (and whatever (B, R) was added to them) as one, padded to the largest P and R."""
+    width = max(part.batch["prompts"].shape[1] for part in parts)
+    length = max(part.batch["responses"].shape[1] for part in parts)
+    return DataProto.concat([_widen(part, width, length, pad_id) for part in parts])
+
+
+def _widen(part: DataProto, width: int, length: int, pad_id: int) -> DataProto:
+    left, right = width - part.batch["prompts"].shape[1], length - part.batch["responses"].shape[1]
+    fill = {"prompts": pad_id, "responses": pad_id, "input_ids": pad_id, "turn_index": -1}
+    sides = {"prompts": (left, 0), "input_ids": (left, right), "attention_mask": (left, right)}
+    tensors = {
+        name: F.pad(tensor, sides.get(name, (0, right)), value=fill.get(name, 0)) for name, tensor in part.batch.items()
+    }
+    return DataProto.from_dict(tensors, part.non_tensor_batch, part.meta_info)
 
 
 def episode_rows(

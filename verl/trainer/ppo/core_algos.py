@@ -19,6 +19,7 @@ __all__ = [
     "Denominators",
     "ENTROPY_SCHEDULES",
     "KL_ESTIMATORS",
+    "MAX_LOG_RATIO",
     "POLICY_LOSSES",
     "aggregate_loss",
     "count_denominators",

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from scrl.types import Episode, FinishReason
+from verl.trainer.ppo.core_algos import MAX_LOG_RATIO
 
 # Phases of ``timing`` in which a model or a search is at work. The rest of a step is the driver's own.
-COMPUTE_PHASES = ("gen", "old_log_prob", "ref_log_prob", "update_actor", "testing")
+COMPUTE_PHASES = ("gen", "gen_max", "old_log_prob", "ref_log_prob", "update_actor", "testing")
 
 
 def batch_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
@@ -71,35 +72,48 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     )
 
 
-def rollout_gap_metrics(rollout_log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
+def rollout_gap_metrics(
+    rollout_log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, cap: float = 2.0
+) -> dict[str, float]:
     """How far the engine's probabilities of the sampled tokens are from the trainer's. All tensors (B, R).
 
-    ``training/rollout_probs_diff_{max,mean,std}``: of |p_engine - p_trainer|, so in [0, 1].
+    ``training/rollout_probs_diff_{max,mean,std}``: of |p_engine - p_trainer|, so in [0, 1]. ``rollout_corr/*``: ``kl``
+    and ``k3_kl``, two estimates of KL(engine || trainer) a token; ``log_ratio_max``, the largest gap in nats; and of
+    the importance weights that ``algorithm.rollout_correction`` would use (or does), by token and by sequence, the
+    largest before truncation, the share above ``cap``, and the effective sample size (sum w)^2 / (N sum w^2), which
+    is 1 where engine and trainer agree.
     """
-    mask = response_mask.bool()
-    gap = (rollout_log_probs[mask].double().exp() - old_log_probs[mask].double().exp()).abs()
-    if not gap.numel():
+    row, column = response_mask.nonzero(as_tuple=True)
+    engine, trainer = rollout_log_probs[row, column].double(), old_log_probs[row, column].double()
+    if not len(row):
         return {}
-    name = "training/rollout_probs_diff"
-    return {
-        f"{name}_max": gap.max().item(),
-        f"{name}_mean": gap.mean().item(),
-        f"{name}_std": gap.std(correction=0).item(),
+    gap, log_ratio = (engine.exp() - trainer.exp()).abs(), trainer - engine
+    by_row = log_ratio.new_zeros(len(response_mask)).index_add(0, row, log_ratio)[row.unique()]
+    metrics = {
+        "training/rollout_probs_diff_max": gap.max(),
+        "training/rollout_probs_diff_mean": gap.mean(),
+        "training/rollout_probs_diff_std": gap.std(correction=0),
+        "rollout_corr/kl": -log_ratio.mean(),
+        "rollout_corr/k3_kl": (log_ratio.clamp(max=MAX_LOG_RATIO).expm1() - log_ratio).mean(),
+        "rollout_corr/log_ratio_max": log_ratio.abs().max(),
     }
+    for level, log_weights in (("token", log_ratio), ("sequence", by_row)):
+        weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()
+        metrics |= {
+            f"rollout_corr/{level}_weight_max": weights.max(),
+            f"rollout_corr/{level}_above_cap": (weights > cap).double().mean(),
+            f"rollout_corr/{level}_eff_sample_size": weights.sum() ** 2 / (len(weights) * (weights**2).sum()),
+        }
+    return {name: value.item() for name, value in metrics.items()}
 
 
-def timing_metrics(timing: Mapping[str, float], busy: Mapping[str, float] | None = None) -> dict[str, float]:
+def timing_metrics(timing: Mapping[str, float]) -> dict[str, float]:
     """``timing_s/*`` of a step, and what of it is overhead: neither generation, search, forward nor backward.
 
-    Args:
-        timing: seconds by phase as the driver saw them, ``step`` for the whole.
-        busy: seconds by phase as the workers measured them, where they did; the driver's wait beyond that (remote
-            calls, sending tensors) then counts as overhead too.
-
-    Returns ``timing_s/overhead`` and ``perf/overhead_share`` (of ``step``, in [0, 1]) beside every phase.
+    ``timing``: seconds by phase as the driver saw them, ``step`` for the whole. Returns ``timing_s/overhead`` and
+    ``perf/overhead_share`` (of ``step``, in [0, 1]) beside every phase.
     """
-    busy = busy or {}
-    working = sum(min(timing[name], busy.get(name, timing[name])) for name in COMPUTE_PHASES if name in timing)
+    working = sum(timing[name] for name in COMPUTE_PHASES if name in timing)
     overhead = max(0.0, timing["step"] - working)
     return {
         **{f"timing_s/{name}": float(seconds) for name, seconds in timing.items()},
@@ -108,8 +122,11 @@ def timing_metrics(timing: Mapping[str, float], busy: Mapping[str, float] | None
     }
 
 
-def throughput_metrics(batch: Mapping[str, Tensor], timing: Mapping[str, float], devices: int = 1) -> dict[str, float]:
-    """Tokens and tokens a second. ``batch``: ``attention_mask (B, L)``, ``response_mask (B, R)``.
+def throughput_metrics(
+    batch: Mapping[str, Tensor], timing: Mapping[str, float], devices: int = 1, left_out: float = 0.0
+) -> dict[str, float]:
+    """Tokens and tokens a second. ``batch``: ``attention_mask (B, L)``, ``response_mask (B, R)``; ``left_out``: tokens
+    sampled beside it, in groups that are not trained on.
 
     ``perf/throughput`` is the family's: all tokens of the batch per second of ``timing["step"]`` and device;
     ``perf/gen_tokens_per_s`` counts sampled tokens against ``timing["gen"]`` alone.
@@ -121,7 +138,7 @@ def throughput_metrics(batch: Mapping[str, Tensor], timing: Mapping[str, float],
         "perf/throughput": total / timing["step"] / devices,
     }
     if timing.get("gen"):
-        metrics["perf/gen_tokens_per_s"] = sampled / timing["gen"]
+        metrics["perf/gen_tokens_per_s"] = (sampled + left_out) / timing["gen"]
     return metrics
 
 

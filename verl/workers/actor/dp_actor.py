@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from verl.protocol import DataProto
-from verl.trainer.config.schema import ActorConfig, StabilityConfig
+from verl.trainer.config.schema import ActorConfig, RolloutCorrectionConfig, StabilityConfig
 from verl.trainer.ppo.core_algos import (
     Denominators,
     aggregate_loss,
     count_denominators,
     kl_penalty,
+    likelihood_displacement,
     policy_loss,
+    rollout_weights,
 )
 from verl.utils.fsdp_utils import (
     full_tensor,
@@ -72,6 +74,12 @@ class PolicyModel(nn.Module):
         return log_probs_from_hidden(hidden, head, batch.targets, temperature, guard, with_entropy)
 
 
+def _displacement_metrics(displaced: torch.Tensor, mask: torch.Tensor, denominators: Denominators) -> dict[str, float]:
+    """Nats of likelihood lost a token, and the share of tokens that lost more than rounding can, of all sampled."""
+    values = {"actor/llds": displaced, "actor/llds_frac": (displaced > 1e-3).float()}
+    return {name: aggregate_loss(value, mask, "token-mean", denominators).item() for name, value in values.items()}
+
+
 class DataParallelPPOActor:
     """Computes log-probs and, with an optimizer, updates the policy. Every rank calls each method at the same time.
 
@@ -85,21 +93,21 @@ class DataParallelPPOActor:
         config: ActorConfig,
         stability: StabilityConfig,
         *,
-        episodes_per_step: int,
         max_response_length: int,
+        correction: RolloutCorrectionConfig | None = None,
         packed: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """
         Args:
             model: a ``PolicyModel``, sharded by FSDP or (without a process group) plain.
-            episodes_per_step: of one optimizer step over all ranks, ``ppo_mini_batch_size x agent_grpo.n``.
             max_response_length: tokens; the Lmax of ``seq-mean-token-sum-norm``.
+            correction: importance weights between engine and trainer; None: none.
             packed: no padding (``use_remove_padding``).
             optimizer: None for a frozen reference.
         """
         self.model, self.config, self.stability = model, config, stability
-        self.episodes_per_step, self.max_response_length = episodes_per_step, max_response_length
+        self.max_response_length, self.correction = max_response_length, correction or RolloutCorrectionConfig()
         self.packed, self.optimizer = packed, optimizer
         self.steps = 0  # optimizer steps asked for, skipped ones too: what the warm-up counts
         self.skipped_in_a_row = 0
@@ -123,7 +131,7 @@ class DataParallelPPOActor:
         log_probs = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         entropies = torch.zeros_like(log_probs)
         self.model.eval()
-        for rows in self._micro_batches(needed, range(len(mask))):
+        for rows in self._micro_batches(needed, list(range(len(mask)))):
             part = self._forward(
                 batch["input_ids"],
                 needed,
@@ -135,15 +143,15 @@ class DataParallelPPOActor:
             log_probs[rows], entropies[rows] = part
         return log_probs, entropies
 
-    def _micro_batches(self, needed: torch.Tensor, rows: range) -> list[list[int]]:
+    def _micro_batches(self, needed: torch.Tensor, rows: list[int]) -> list[list[int]]:
         """The same number of row lists on every rank, at least one, some of them empty."""
-        lengths = needed[rows.start : rows.stop].sum(dim=1).tolist()
+        lengths = needed[rows].sum(dim=1).tolist()
         by_tokens = self.config.use_dynamic_bsz or self.config.ppo_micro_batch_size_per_gpu is None
         split = micro_batches_by_tokens if by_tokens else micro_batches_by_count
         limit = self.config.ppo_max_token_len_per_gpu if by_tokens else self.config.ppo_micro_batch_size_per_gpu
         own = split(lengths, limit)
         (most,) = reduce_numbers([max(1, len(own))], "max")
-        return [[rows.start + i for i in part] for part in own] + [[] for _ in range(int(most) - len(own))]
+        return [[rows[i] for i in part] for part in own] + [[] for _ in range(int(most) - len(own))]
 
     def _forward(self, input_ids, needed, mask, rows, temperature, with_entropy) -> tuple[torch.Tensor, torch.Tensor]:
         """``(log_probs, entropies)`` of the episodes ``rows``, each (b, R) float32, 0 where nothing was sampled.
@@ -161,9 +169,11 @@ class DataParallelPPOActor:
 
         Args:
             data: input_ids, attention_mask (B, L); response_mask, advantages (B, R); ref_log_prob where
-                ``use_kl_loss``. Optionally old_log_probs and, for ``actor/entropy`` where the loss has no entropy
-                term, entropys. Without old_log_probs the policy before each optimizer step counts as the old one,
-                which saves a pass and is exact where all episodes go into a single step.
+                ``use_kl_loss``; rollout_log_probs where ``correction`` weighs. Optionally mini_batch (B,), the number
+                of the optimizer step that an episode belongs to, on whichever rank it is (else all go into one);
+                old_log_probs and, for ``actor/entropy`` where the loss has no entropy term, entropys. Without
+                old_log_probs the policy before each optimizer step counts as the old one, which saves a pass and is
+                exact where all episodes go into a single step.
                 meta_info: temperature, and entropy_coeff where it is scheduled.
 
         Returns:
@@ -174,9 +184,10 @@ class DataParallelPPOActor:
             FloatingPointError: ``max_skipped_steps`` steps in a row had a gradient that is not finite.
         """
         assert self.optimizer is not None, "a frozen reference has nothing to update"
-        share = max(1, math.ceil(self.episodes_per_step / world_size()))
-        (most,) = reduce_numbers([math.ceil(len(data) / share)], "max")
         batch = dict(data.batch.items())
+        steps = batch.pop("mini_batch", torch.zeros(len(data), dtype=torch.long)).tolist()
+        (last,) = reduce_numbers([max(steps, default=0)], "max")
+        mini_batches = [[row for row, step in enumerate(steps) if step == k] for k in range(int(last) + 1)]
         batch["advantages"], _ = self.advantage_guard(batch["advantages"].float())
         batch["needed"] = needed_tokens(batch["attention_mask"], batch["response_mask"])
         batch["own_log_probs"] = torch.zeros_like(batch["advantages"])
@@ -184,21 +195,23 @@ class DataParallelPPOActor:
         sums: dict[str, float] = defaultdict(float)
         norms: list[float] = []
         self.model.train()
-        for start in [step * share for _ in range(self.config.ppo_epochs) for step in range(int(most))]:
-            rows = range(min(start, len(data)), min(start + share, len(data)))
+        for rows in mini_batches * self.config.ppo_epochs:
             norms.append(self._step(batch, rows, data.meta_info["temperature"], coefficient, sums))
-        return self._metrics(sums, norms, coefficient), batch["own_log_probs"]
+        metrics = self._metrics(sums, norms, coefficient)
+        if self.config.llds_after_update:
+            metrics |= self._displacement(data, batch)
+        return metrics, batch["own_log_probs"]
 
     def _step(
         self,
         batch: dict,
-        rows: range,
+        rows: list[int],
         temperature: float,
         entropy_coeff: float,
         sums: dict,
     ) -> float:
         """One optimizer step on the episodes ``rows`` of this rank (and its like on the others): the gradient norm."""
-        counts = count_denominators(batch["response_mask"][rows.start : rows.stop], self.max_response_length)
+        counts = count_denominators(batch["response_mask"][rows], self.max_response_length)
         tokens, sequences = reduce_numbers([counts.tokens, counts.sequences])
         denominators = Denominators(tokens, sequences, counts.max_length)
         micro_batches = self._micro_batches(batch["needed"], rows)
@@ -213,23 +226,31 @@ class DataParallelPPOActor:
     def _loss(self, batch, rows, temperature, entropy_coeff, denominators, sums) -> torch.Tensor:
         """This micro-batch's part of the step's loss, a scalar; its metrics are added to ``sums``."""
         config, mode = self.config, self.config.loss_agg_mode
-        mask = batch["response_mask"][rows]
+        mask, advantages = batch["response_mask"][rows], batch["advantages"][rows]
         with_entropy = entropy_coeff != 0 or "entropys" not in batch
         log_prob, entropy = self._forward(
             batch["input_ids"], batch["needed"], batch["response_mask"], rows, temperature, with_entropy
         )
         batch["own_log_probs"][rows] = log_prob.detach()
+        old = batch["old_log_probs"][rows] if "old_log_probs" in batch else log_prob.detach()
         loss, metrics = policy_loss(
-            batch["old_log_probs"][rows] if "old_log_probs" in batch else log_prob.detach(),
+            old,
             log_prob,
-            batch["advantages"][rows],
+            advantages,
             mask,
             clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
             clip_high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
             clip_dual=config.clip_ratio_c,
             loss_agg_mode=mode,
+            loss_kind=config.policy_loss.loss_mode,
+            weights=self._weights(batch, rows, old, mask),
             denominators=denominators,
         )
+        if "old_log_probs" in batch:  # else old and new are the same, and nothing has been displaced
+            displaced = likelihood_displacement(old, log_prob, advantages, mask)
+            if config.llds_coef:
+                loss = loss + config.llds_coef * aggregate_loss(displaced, mask, mode, denominators)
+            metrics |= _displacement_metrics(displaced.detach(), mask, denominators)
         if config.use_kl_loss:
             kl = kl_penalty(log_prob, batch["ref_log_prob"][rows], config.kl_loss_type)
             kl_loss = aggregate_loss(kl, mask, mode, denominators)
@@ -243,7 +264,24 @@ class DataParallelPPOActor:
             sums[name] += value
         return loss
 
-    def _apply_gradient(self, batch: dict, rows: range, sums: dict) -> float:
+    def _weights(self, batch: dict, rows: list[int], old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """Importance weights of these episodes, (b, R), of the policy before the step over the engine's."""
+        if self.correction.rollout_is is None:
+            return None
+        engine = batch["rollout_log_probs"][rows]
+        return rollout_weights(old, engine, mask, self.correction.rollout_is, self.correction.rollout_is_threshold)
+
+    def _displacement(self, data: DataProto, batch: dict) -> dict[str, float]:
+        """``actor/llds*`` of the whole update, by another forward pass over its episodes."""
+        mask, old = batch["response_mask"], batch.get("old_log_probs", batch["own_log_probs"])
+        now, _ = self.compute_log_prob(data, with_entropy=False)
+        self.logits_guard.drain("")  # what it touched was counted in the update
+        displaced = likelihood_displacement(old, now, batch["advantages"], mask)
+        (tokens,) = reduce_numbers([count_denominators(mask).tokens])
+        own = _displacement_metrics(displaced, mask, Denominators(tokens, 1.0, 1.0))
+        return dict(zip(own, reduce_numbers(list(own.values())), strict=True))
+
+    def _apply_gradient(self, batch: dict, rows: list[int], sums: dict) -> float:
         """Clip and step, or skip: the norm is one number for all ranks, so all decide alike."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = float(full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters])))
@@ -266,7 +304,7 @@ class DataParallelPPOActor:
         optim = self.config.optim
         return optim.lr * min(1.0, self.steps / optim.lr_warmup_steps) if optim.lr_warmup_steps else optim.lr
 
-    def _skip(self, batch: dict, rows: range) -> None:
+    def _skip(self, batch: dict, rows: list[int]) -> None:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row < self.stability.max_skipped_steps:
             return
@@ -284,17 +322,17 @@ class DataParallelPPOActor:
             "stability.max_skipped_steps"
         )
 
-    def _first_nonfinite(self, batch: dict, rows: range) -> tuple[int, str] | None:
+    def _first_nonfinite(self, batch: dict, rows: list[int]) -> tuple[int, str] | None:
         """The earliest tensor on the way from weights to gradients that holds NaN or Inf here, with its place."""
 
         def broken(tensor: torch.Tensor) -> bool:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             return not bool(torch.isfinite(local).all())
 
-        mask = batch["response_mask"][rows.start : rows.stop] > 0
-        inputs = [key for key in ("advantages", "old_log_probs", "ref_log_prob") if key in batch]
+        mask = batch["response_mask"][rows] > 0
+        inputs = [key for key in ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_prob") if key in batch]
         checks = [("weight " + name, lambda p=p: broken(p)) for name, p in self.model.named_parameters()]
-        checks += [(key, lambda key=key: broken(batch[key][rows.start : rows.stop][mask])) for key in inputs]
+        checks += [(key, lambda key=key: broken(batch[key][rows][mask])) for key in inputs]
         checks += [("logits", lambda: self.logits_guard.nonfinite > 0)]
         trained = trainable_parameters(self.model).items()
         checks += [("gradient of " + name, lambda p=p: p.grad is not None and broken(p.grad)) for name, p in trained]
@@ -305,7 +343,7 @@ class DataParallelPPOActor:
 
     def _metrics(self, sums: dict[str, float], norms: list[float], entropy_coeff: float) -> dict[str, float]:
         guards = self.logits_guard.drain("stability/logits") | self.advantage_guard.drain("stability/advantages")
-        own = {"stability/skipped_steps": 0.0} | sums | guards
+        own = {"stability/skipped_steps": 0.0, "stability/adam_eps_bound": self._bound_by_eps()} | sums | guards
         names = sorted(own)
         metrics = dict(zip(names, reduce_numbers([own[name] for name in names]), strict=True))
         for name in names:
@@ -316,6 +354,18 @@ class DataParallelPPOActor:
         metrics["actor/lr"] = self.learning_rate()
         metrics["actor/entropy_coeff"] = entropy_coeff
         return metrics
+
+    def _bound_by_eps(self) -> float:
+        """How many weights here Adam's eps holds back: its root of the second moment is below it."""
+        counts = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if state := self.optimizer.state.get(parameter):
+                    moment = state["exp_avg_sq"]
+                    moment = moment.to_local() if isinstance(moment, DTensor) else moment
+                    corrected = group["eps"] ** 2 * (1 - group["betas"][1] ** float(state["step"]))
+                    counts.append((moment < corrected).sum())
+        return float(torch.stack(counts).sum()) if counts else 0.0
 
     # ---------------------------------------------------------------------------------------------------- state
     def gather_state(self) -> dict[str, Any]:

@@ -9,19 +9,10 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl.trainer.config.schema import ModelConfig
+from tests.tiny import LORA, tiny_model, with_adapter
 from verl.utils.fsdp_utils import lora_wrap_policy, trainable_parameters
 from verl.utils.lora import adapter_disabled, adapter_state, attach_lora, count_parameters, peft_config_dict
 
-TINY = Qwen2Config(
-    vocab_size=128,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
 QWEN_3B = Qwen2Config(  # Qwen2.5-3B's published config.json
     vocab_size=151936,
     hidden_size=2048,
@@ -31,20 +22,15 @@ QWEN_3B = Qwen2Config(  # Qwen2.5-3B's published config.json
     num_key_value_heads=2,
     tie_word_embeddings=True,
 )
-CONFIG = ModelConfig(lora_rank=4, lora_alpha=8)
 
 
-def tiny(config=CONFIG):
-    torch.manual_seed(0)
-    model = attach_lora(Qwen2ForCausalLM(TINY).eval(), config)
-    for name, parameter in trainable_parameters(model).items():
-        torch.nn.init.normal_(parameter, std=0.1) if "lora_B" in name else None
-    return model
+def tiny(config=LORA):
+    return with_adapter(tiny_model(std=None).eval(), config)
 
 
 def test_qwen_3b_rank_64_has_29_491_200_parameters():
     with torch.device("meta"):
-        model = attach_lora(Qwen2ForCausalLM(QWEN_3B), replace(CONFIG, lora_rank=64, lora_alpha=128))
+        model = attach_lora(Qwen2ForCausalLM(QWEN_3B), replace(LORA, lora_rank=64, lora_alpha=128))
     trainable, total = count_parameters(model)
     assert trainable == 29_491_200 == 36 * 819_200
     assert trainable / total == pytest.approx(0.0095, abs=1e-4)
@@ -52,29 +38,28 @@ def test_qwen_3b_rank_64_has_29_491_200_parameters():
 
 def test_wrong_target_lists_the_linear_layers():
     with pytest.raises(ValueError, match=r"query_proj names no linear.*down_proj.*k_proj.*q_proj"):
-        attach_lora(Qwen2ForCausalLM(TINY), replace(CONFIG, target_modules=("q_proj", "query_proj")))
+        attach_lora(tiny_model(std=None), replace(LORA, target_modules=("q_proj", "query_proj")))
 
 
 def test_output_embedding_is_no_target():
     with pytest.raises(ValueError, match="lm_head"):
-        attach_lora(Qwen2ForCausalLM(TINY), replace(CONFIG, target_modules=("lm_head",)))
+        attach_lora(tiny_model(std=None), replace(LORA, target_modules=("lm_head",)))
 
 
 def test_rank_must_be_positive():
     with pytest.raises(ValueError, match="lora_rank=0"):
-        attach_lora(Qwen2ForCausalLM(TINY), replace(CONFIG, lora_rank=0))
+        attach_lora(tiny_model(std=None), replace(LORA, lora_rank=0))
 
 
 def test_a_bfloat16_base_carries_a_float32_adapter():
-    model = attach_lora(Qwen2ForCausalLM(TINY).bfloat16(), CONFIG)
+    model = attach_lora(tiny_model(std=None).bfloat16(), LORA)
     assert {p.dtype for p in trainable_parameters(model).values()} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
 def test_adapter_disabled_is_the_base_and_leaves_no_trace():
     model, ids = tiny(), torch.arange(10)[None]
-    torch.manual_seed(0)
-    base = Qwen2ForCausalLM(TINY).eval()
+    base = tiny_model(std=None).eval()
     with torch.no_grad():
         adapted = model(input_ids=ids).logits
         with adapter_disabled(model):
@@ -90,8 +75,7 @@ def test_peft_loads_what_we_write(tmp_path):
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in state
     save_file(state, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(peft_config_dict(model)))
-    torch.manual_seed(0)
-    loaded = PeftModel.from_pretrained(Qwen2ForCausalLM(TINY).eval(), tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_model(std=None).eval(), tmp_path)
     assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
 
 

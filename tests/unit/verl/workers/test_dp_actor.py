@@ -5,42 +5,33 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.tiny import VOCAB as V
+from tests.tiny import tiny_model, with_adapter
 from verl.protocol import DataProto
-from verl.trainer.config.schema import ActorConfig, ModelConfig, OptimConfig, StabilityConfig
+from verl.trainer.config.schema import (
+    ActorConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
+    StabilityConfig,
+)
+from verl.trainer.ppo.core_algos import likelihood_displacement, policy_loss
 from verl.utils.fsdp_utils import trainable_parameters
-from verl.utils.lora import attach_lora
 from verl.workers.actor.dp_actor import DataParallelPPOActor, PolicyModel
 from verl.workers.actor.packing import PACKED_SDPA, forward_batch, needed_tokens
 
-B, P, R, V = 8, 6, 12, 128
-TINY = Qwen2Config(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
+B, P, R = 8, 6, 12
 OPTIM = OptimConfig(lr=1e-2)
 CONFIG = ActorConfig(ppo_mini_batch_size=B, entropy_coeff=0.01, kl_loss_coef=0.1, grad_clip=1e9, optim=OPTIM)
 
 
 def policy(attention=PACKED_SDPA, lora=True):
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM._from_config(TINY, attn_implementation=attention)
-    for parameter in model.parameters():  # the default initialisation is nearly uniform in its output
-        torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() == 2 else None
-    if lora:
-        model = attach_lora(model, ModelConfig(lora_rank=4, lora_alpha=8))
-        for name, parameter in trainable_parameters(model).items():
-            torch.nn.init.normal_(parameter, std=0.1) if "lora_B" in name else None
-    return PolicyModel(model)
+    model = tiny_model(attention)
+    return PolicyModel(with_adapter(model) if lora else model)
 
 
-def actor(config=CONFIG, stability=None, episodes_per_step=B, packed=True, lora=True):
+def actor(config=CONFIG, stability=None, packed=True, lora=True, correction=None):
     model = policy(PACKED_SDPA if packed else "sdpa", lora)
     optim = config.optim
     optimizer = torch.optim.AdamW(trainable_parameters(model).values(), lr=optim.lr, eps=optim.eps, weight_decay=0.0)
@@ -48,8 +39,8 @@ def actor(config=CONFIG, stability=None, episodes_per_step=B, packed=True, lora=
         model,
         config,
         stability or StabilityConfig(),
-        episodes_per_step=episodes_per_step,
         max_response_length=R,
+        correction=correction,
         packed=packed,
         optimizer=optimizer,
     )
@@ -210,6 +201,7 @@ def test_without_old_log_probs_the_step_is_that_of_its_own(limit):
     trainer_gradient, without_pass = gradients(trainer, data)
     for name in expected:
         torch.testing.assert_close(trainer_gradient[name], expected[name], atol=1e-6, rtol=1e-5)
+    assert all(with_pass.pop(name) < 1e-5 for name in ("actor/llds", "actor/llds_frac"))  # not displaced yet
     assert without_pass == pytest.approx(with_pass, rel=1e-5, abs=1e-6)
     again = actor(config=config)
     again.optimizer.step = lambda: None
@@ -228,11 +220,104 @@ def test_a_batch_without_any_sampled_token_changes_nothing():
 
 def test_mini_batches_epochs_and_warm_up():
     config = replace(CONFIG, ppo_epochs=2, optim=replace(OPTIM, lr_warmup_steps=8))
-    trainer = actor(config, episodes_per_step=2)
+    trainer, data = actor(config), episodes()
+    data.batch["mini_batch"] = torch.arange(B) // 2
     rates = []
     trainer.optimizer.step = lambda: rates.append(trainer.optimizer.param_groups[0]["lr"])
-    trainer.update_policy(episodes())
+    trainer.update_policy(data)
     assert rates == pytest.approx([1e-2 * k / 8 for k in range(1, 9)])
+
+
+def test_a_mini_batch_is_the_rows_that_carry_its_number():
+    data, seen = episodes(), []
+    data.batch["mini_batch"] = torch.tensor([2, 0, 0, 1, 2, 1, 0, 2])
+    trainer = actor()
+    step = trainer._step
+    trainer._step = lambda batch, rows, *rest: seen.append(rows) or step(batch, rows, *rest)
+    trainer.update_policy(data)
+    assert seen == [[1, 2, 6], [3, 5], [0, 4, 7]]
+
+
+# ------------------------------------------------------------------------------------------------- forms of the loss
+PLAIN = replace(CONFIG, use_kl_loss=False, entropy_coeff=0.0)
+
+
+def loss_gradient(data, old, weight, config=PLAIN, **options):
+    """d loss / d adapter by autograd over plain logits, the tokens weighed by ``weight (B, R)``."""
+    trainer = actor()
+    log_prob, _ = plain_log_probs(trainer.model, data, 0.7)
+    mask = data.batch["response_mask"]
+    loss, _ = policy_loss(old, log_prob, data.batch["advantages"], mask, weights=weight, **options)
+    trained = trainable_parameters(trainer.model)
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["ppo", "gspo", "cispo"])
+def test_the_form_of_the_loss_is_chosen_by_name(mode):
+    data = episodes()
+    config = replace(PLAIN, policy_loss=PolicyLossConfig(mode), clip_ratio=0.01)
+    kept, _ = gradients(actor(config), data)
+    expected = loss_gradient(
+        data, data.batch["old_log_probs"], None, loss_kind=mode, clip_low=0.01, clip_high=0.01, clip_dual=3.0
+    )
+    for name, gradient in expected.items():
+        torch.testing.assert_close(kept[name], gradient, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_engine_and_trainer_apart_are_weighed_by_the_policy_before_the_step(level, given):
+    """Also where that policy's log-probs are those of the update's own forward."""
+    correction, data = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=1.5), episodes()
+    mask = data.batch["response_mask"]
+    old, entropies = actor().compute_log_prob(data)
+    gap = 0.3 * torch.randn(B, R, generator=torch.Generator().manual_seed(5))
+    data.batch["rollout_log_probs"] = (old - gap) * mask
+    data.batch.pop("old_log_probs")
+    if given:
+        data.batch["old_log_probs"], data.batch["entropys"] = old, entropies
+    ratio = gap if level == "token" else (gap * mask).sum(dim=1, keepdim=True).expand(B, R)
+    weight = ratio.exp().clamp(max=1.5)
+    assert (weight == 1.5).any() and (weight < 1.5).any()
+    kept, _ = gradients(actor(PLAIN, correction=correction), data)
+    for name, gradient in loss_gradient(data, old, weight).items():
+        torch.testing.assert_close(kept[name], gradient, atol=1e-5, rtol=1e-3)
+    plain, _ = gradients(actor(PLAIN), data)
+    assert max((plain[name] - kept[name]).abs().max() for name in kept) > 1e-3
+
+
+def two_steps(config):
+    """An update of the same episodes twice over; the second step sees what the first displaced."""
+    trainer, data = actor(replace(config, ppo_epochs=2)), episodes()
+    data.batch["old_log_probs"], data.batch["entropys"] = trainer.compute_log_prob(data)
+    metrics, _ = trainer.update_policy(data)
+    now, _ = trainer.compute_log_prob(data)
+    return metrics, data, now
+
+
+def test_displacement_is_measured_and_llds_holds_it_back():
+    free, data, now = two_steps(PLAIN)
+    good = (data.batch["advantages"] >= 0) & data.batch["response_mask"].bool()
+    lost = (data.batch["old_log_probs"] - now)[good].clamp_min(0).mean()
+    assert free["actor/llds"] > 0 and 0 < free["actor/llds_frac"] < 1 and lost > 0
+    held, data, now = two_steps(replace(PLAIN, llds_coef=10.0))
+    assert (data.batch["old_log_probs"] - now)[good].clamp_min(0).mean() < 0.8 * lost
+    assert held["actor/llds"] == pytest.approx(free["actor/llds"])  # both were measured before the second step
+
+
+def test_displacement_by_a_single_step_takes_a_pass_after_it():
+    data = episodes()
+    data.batch.pop("old_log_probs")
+    trainer = actor(PLAIN)
+    metrics, old = trainer.update_policy(data)
+    assert "actor/llds" not in metrics
+    again = actor(replace(PLAIN, llds_after_update=True))
+    metrics, _ = again.update_policy(data)
+    now, _ = trainer.compute_log_prob(data)
+    mask = data.batch["response_mask"]
+    displaced = likelihood_displacement(old, now, data.batch["advantages"], mask)
+    assert metrics["actor/llds"] == pytest.approx((displaced.sum() / mask.sum()).item(), rel=1e-4)
+    assert metrics["actor/llds"] > 0
 
 
 def test_clipped_to_the_norm():
@@ -275,6 +360,44 @@ def test_nan_logits_are_counted_and_the_step_is_skipped():
     sampled = int(data.batch["response_mask"].sum())
     assert metrics["stability/logits_nonfinite"] == 2 * sampled * V  # the log-prob pass and the update
     assert all(torch.equal(p, before[name]) for name, p in trainable_parameters(trainer.model).items())
+
+
+def test_huge_logits_are_clamped_and_counted_unless_switched_off():
+    data = episodes()
+    for limit in (1e4, None):
+        trainer = actor(stability=StabilityConfig(clamp_logits=limit))
+        norm = trainer.model.model.get_base_model().model.norm
+        norm.register_forward_hook(lambda module, args, output: output * 1e6)
+        log_probs, _ = trainer.compute_log_prob(data)
+        guarded = trainer.logits_guard.drain("logits")
+        lowest = log_probs.min().item()
+        if limit is None:
+            assert guarded == {"logits_clamped": 0, "logits_nonfinite": 0} and lowest < -1e6
+        else:
+            assert guarded["logits_clamped"] > 0 and lowest >= -2e4 / 0.7 - 10
+
+
+def test_adams_eps_bounds_the_step_where_the_second_moment_is_0():
+    """A moment lost to underflow: the first moment still says where to go, and nothing says how far."""
+    moved = {}
+    for eps in (1e-4, 1e-12):
+        trainer, data = actor(replace(PLAIN, optim=replace(OPTIM, eps=eps))), episodes()
+        trainer.update_policy(data)
+        for state in trainer.optimizer.state.values():
+            state["exp_avg_sq"].zero_()
+        before = {name: p.detach().clone() for name, p in trainable_parameters(trainer.model).items()}
+        data.batch["advantages"] = torch.zeros(B, R)  # no gradient: only the moments act
+        metrics, _ = trainer.update_policy(data)
+        after = trainable_parameters(trainer.model)
+        moved[eps] = max((after[name] - before[name]).abs().max().item() for name in after)
+        assert metrics["stability/adam_eps_bound"] == sum(p.numel() for p in after.values())
+    assert moved[1e-4] < 10 and moved[1e-12] > 1e6 * moved[1e-4]
+
+
+def test_where_no_second_moment_is_small_eps_binds_nothing():
+    trainer = actor(replace(PLAIN, optim=replace(OPTIM, eps=1e-30)))
+    metrics, _ = trainer.update_policy(episodes())
+    assert metrics["stability/adam_eps_bound"] == 0
 
 
 def infinite_gradient(trainer):

@@ -6,32 +6,23 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.tiny import LORA, tiny_model
+from tests.tiny import VOCAB as V
 from verl.protocol import DataProto
 from verl.trainer.config.schema import ActorConfig, ActorRolloutRefConfig, Config, DataConfig, FsdpConfig, ModelConfig
 from verl.workers.fsdp_workers import ActorRefWorker, load_causal_lm
 
-B, P, R, V = 4, 5, 8, 128
-LORA = ModelConfig(lora_rank=4, lora_alpha=8)
+B, P, R = 4, 5, 8
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     from tokenizers import Tokenizer, models
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=V,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
     folder = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tiny_model(std=None).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(folder)
     return str(folder)
 

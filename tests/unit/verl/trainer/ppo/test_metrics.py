@@ -126,13 +126,34 @@ def test_rollout_gap_is_of_probabilities_on_sampled_tokens():
     assert metrics["training/rollout_probs_diff_std"] == pytest.approx(0.1)
 
 
+def test_rollout_gap_as_kl_and_effective_sample_size():
+    ratio = torch.tensor([[2.0, 1.0, 0.5], [4.0, 9.0, 1.0]])  # pi_trainer / pi_engine; the 9 was not sampled
+    mask = torch.tensor([[1.0, 1, 1], [1, 0, 1]])
+    metrics = rollout_gap_metrics(torch.full((2, 3), -3.0), ratio.log() - 3.0, mask, cap=2.5)
+    weights, log_weights = [2, 1, 0.5, 4, 1], [math.log(2), 0, -math.log(2), math.log(4), 0]
+    assert metrics["rollout_corr/kl"] == pytest.approx(-sum(log_weights) / 5)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(
+        sum(w - 1 - log for w, log in zip(weights, log_weights, strict=True)) / 5
+    )
+    assert metrics["rollout_corr/log_ratio_max"] == pytest.approx(math.log(4))
+    assert metrics["rollout_corr/token_weight_max"] == pytest.approx(4)
+    assert metrics["rollout_corr/token_above_cap"] == pytest.approx(0.2)
+    assert metrics["rollout_corr/token_eff_sample_size"] == pytest.approx(8.5**2 / (5 * 22.25))
+    assert metrics["rollout_corr/sequence_weight_max"] == pytest.approx(4)  # the products are 1 and 4
+    assert metrics["rollout_corr/sequence_above_cap"] == 0.5
+    assert metrics["rollout_corr/sequence_eff_sample_size"] == pytest.approx(25 / (2 * 17))
+    same = rollout_gap_metrics(torch.full((2, 3), -3.0), torch.full((2, 3), -3.0), mask)
+    assert same["rollout_corr/token_eff_sample_size"] == same["rollout_corr/sequence_eff_sample_size"] == 1
+    assert same["rollout_corr/kl"] == same["rollout_corr/k3_kl"] == same["rollout_corr/token_above_cap"] == 0
+
+
 def test_overhead_is_what_no_model_and_no_search_took():
     timing = {"step": 10.0, "gen": 5.0, "old_log_prob": 1.0, "update_actor": 2.0, "reward": 0.5, "sync": 0.5}
     metrics = timing_metrics(timing)
     assert metrics["timing_s/gen"] == 5 and metrics["timing_s/reward"] == 0.5
     assert metrics["timing_s/overhead"] == pytest.approx(2) and metrics["perf/overhead_share"] == pytest.approx(0.2)
-    # A worker that was busy for less than the driver waited leaves the rest to overhead, never the other way round.
-    assert timing_metrics(timing, {"gen": 4.5, "update_actor": 2.5})["timing_s/overhead"] == pytest.approx(2.5)
+    # The greedy episodes of ReMax are generation, not overhead.
+    assert timing_metrics(timing | {"gen_max": 1.5})["timing_s/overhead"] == pytest.approx(0.5)
 
 
 def test_throughput():
@@ -143,6 +164,8 @@ def test_throughput():
         "perf/throughput": 2,
         "perf/gen_tokens_per_s": 2.5,
     }
+    more = throughput_metrics(make_batch(), {"step": 4.0, "gen": 2.0}, left_out=3)  # played, not trained on
+    assert more["perf/gen_tokens_per_s"] == 4 and more["perf/total_num_tokens"] == 16
     assert "perf/gen_tokens_per_s" not in throughput_metrics(make_batch(), {"step": 1.0})
 
 
