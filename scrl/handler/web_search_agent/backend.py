@@ -47,5 +47,5 @@ class SearchBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of connections; no search follows."""
+        """Let go of connections, and end with an error what is still under way."""
         ...

@@ -30,9 +30,7 @@ class PrimpTransport:
             headers = {name.lower(): value for name, value in response.headers.items()}
             body = await read_bounded(headers, _chunks(response))
             return Reply(response.status_code, headers, body)
-        except primp.DecodeError as error:
-            raise SearchError("bad_reply", f"sent a body that can't be decompressed ({error})") from error
-        except primp.PrimpError as error:
+        except primp.PrimpError as error:  # it has one class for a body cut off and a body that can't be decoded
             raise SearchError("connection", f"can't be reached or hung up ({error})", retryable=True) from error
 
     async def aclose(self) -> None:

@@ -6,11 +6,14 @@ in a handshake, at a server that sends a byte a second. The timeouts of a blocki
 
 import asyncio
 import email.utils
+import functools
 import json
 import logging
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -58,6 +61,11 @@ class Transport(Protocol):
     async def aclose(self) -> None: ...
 
 
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    return httpx.create_ssl_context()  # takes longer than everything else at a start
+
+
 class HttpxTransport:
     """httpx, which takes the environment's proxies (HTTPS_PROXY, NO_PROXY). Redirects aren't followed: they would take
     the key along."""
@@ -65,7 +73,8 @@ class HttpxTransport:
     def __init__(self) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         headers = {"User-Agent": "MiniResearcher", "Accept-Encoding": "gzip"}
-        self._client = httpx.AsyncClient(timeout=None, limits=limits, headers=headers)  # the loop bounds the time
+        # Without a timeout of its own: the loop bounds the time.
+        self._client = httpx.AsyncClient(timeout=None, limits=limits, headers=headers, verify=_certificates())
 
     async def fetch(self, request: Request) -> Reply:
         message = self._client.build_request(
@@ -119,6 +128,8 @@ class Fetcher:
     def fetch(self, request: Request, seconds: float) -> Reply:
         """The reply, whatever its status, within ``seconds``. Raises SearchError."""
         started = time.monotonic()
+        if self._loop.is_closed():
+            raise SearchError("internal", "is closed", fault=False)
         future = asyncio.run_coroutine_threadsafe(self._fetch(request, seconds), self._loop)
         try:
             # The coroutine ends by itself; this bound is for a loop that lags.
@@ -127,7 +138,7 @@ class Fetcher:
             future.cancel()
             waited = time.monotonic() - started
             raise SearchError("timeout", f"gave no answer within {waited:.1f} s", fault=seconds >= PATIENCE_S) from None
-        except asyncio.CancelledError:
+        except CancelledError:
             raise SearchError("internal", "was closed while it was asked", fault=False) from None
 
     async def _fetch(self, request: Request, seconds: float) -> Reply:
