@@ -87,16 +87,19 @@ class HandlerConfig:
         return cls(search_engine=config.search_engine, **values)
 
 
-def config_from_arguments(description: str | None, arguments: Sequence[str] | None) -> HandlerConfig:
+def config_from_arguments(
+    description: str | None, arguments: Sequence[str] | None, defaults: Sequence[str] = ()
+) -> HandlerConfig:
     """A server's configuration from its command line: a YAML file, and ``key=value`` over it.
 
-    Raises ValueError for an unknown key, a value that can't be, and a file that can't be read.
+    ``defaults``: a script's own, over the file and under the command line. Raises ValueError for an unknown key, a
+    value that can't be, and a file that can't be read.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=CONFIG_FILE, help="YAML file of keys (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the file, such as port=5006")
     options = parser.parse_args(arguments)
-    return load_config(options.config, options.overrides)
+    return load_config(options.config, [*defaults, *options.overrides])
 
 
 def load_config(path: Path | str = CONFIG_FILE, overrides: Sequence[str] = ()) -> HandlerConfig:
