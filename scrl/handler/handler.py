@@ -159,12 +159,13 @@ class SearchHandler:
         for pending in cut:
             self._answer(pending)
         self._lookups.shutdown(wait=True, cancel_futures=True)  # first: it hands its misses to the other
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._backend is not None:
+            self._backend.close()  # ends the searches under way, which the pool would wait for
+        self._pool.shutdown(wait=True)
         self._browser.close()
         self._browsing.shutdown(wait=True, cancel_futures=True)
         self._cache.close()
-        if self._backend is not None:
-            self._backend.close()
 
     def __enter__(self) -> "SearchHandler":
         return self

@@ -115,3 +115,13 @@ def test_the_handler_over_a_chain_moves_on_in_an_outage_and_shows_each_in_its_me
     assert metrics["search/backend/searxng/requests"] == 5 and metrics["search/backend/searxng/breaker_opened"] == 1
     assert metrics["search/backend/searxng/errors/no_backend"] == 20 and metrics["search/chain/moved_on"] == 20
     assert {"search/backend/searxng_s/p99", "search/backend/local_s/p99"} <= metrics.keys()
+
+
+def test_closing_the_handler_does_not_wait_for_a_search_that_hangs(server, monkeypatch):
+    monkeypatch.setenv("SEARXNG_URL", server.url)
+    server.script = [server.stall]
+    handler = SearchHandler(HandlerConfig(search_engine="searxng", timeout_s=300.0))
+    future = handler.submit(ToolCall("web_search", {"query": ["who"]}))
+    assert server.entered.acquire(timeout=20)
+    handler.close()  # the test's own time limit is the 300 s above
+    assert future.result(timeout=0).error == "the search handler was closed"
