@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = args.runs[0].expanduser()
         out = args.out or (first.parent if first.is_file() else first) / "report.html"
         with progress_bar() as progress:
-            page = build(runs, int(args.max_mb * MB), progress)
+            report = build(runs, int(args.max_mb * MB), progress)
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-        unfinished.write_text(page, encoding="utf-8")
+        unfinished.write_text(report.html, encoding="utf-8")
         unfinished.replace(out)
     except (ValueError, OSError) as error:  # OSError: the page can't be written there
         print(error, file=sys.stderr)
@@ -55,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; no report was written", file=sys.stderr)
         return 130
-    print(f"{out} ({len(page) / MB:.1f} MB)")
+    print(f"{out} ({len(report.html) / MB:.1f} MB)")
+    if report.notes:
+        print(f"to stay below {args.max_mb:g} MB: {'; '.join(report.notes)} (--max-mb keeps more)")
+    for problem in report.problems:
+        print(problem, file=sys.stderr)
     return 0
 
 

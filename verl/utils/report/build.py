@@ -79,6 +79,15 @@ class Trim:
     files: int | None = None
 
 
+@dataclass(frozen=True)
+class Report:
+    """``html``: the page; ``notes``: what it leaves out for its size; ``problems``: what of the files was no use."""
+
+    html: str
+    notes: list[str]
+    problems: list[str]
+
+
 LEVELS = (
     Trim(),
     Trim(40),
@@ -96,7 +105,7 @@ LEVELS = (
 )
 
 
-def build(runs: Sequence[RunFolder], max_bytes: int = 10 * MB, progress: Progress = lambda *_: None) -> str:
+def build(runs: Sequence[RunFolder], max_bytes: int = 10 * MB, progress: Progress = lambda *_: None) -> Report:
     """The page of one or more runs as HTML of at most ``max_bytes``.
 
     When everything doesn't fit, the next harder of ``LEVELS`` is taken, and the page says what it leaves out.
@@ -109,9 +118,9 @@ def build(runs: Sequence[RunFolder], max_bytes: int = 10 * MB, progress: Progres
     room = max_bytes - len(shell.encode())
     level = _first_level(files, room)
     for trim in LEVELS[level:]:
-        payload = _payload(runs, files, trim, progress)
+        payload, notes, problems = _payload(runs, files, trim, progress)
         if len(payload) <= room:
-            return shell.replace("<!--payload-->", payload)
+            return Report(shell.replace("<!--payload-->", payload), notes, problems)
     smallest = (len(shell) + len(payload)) / MB
     raise ValueError(
         f"a report of {max_bytes / MB:g} MB can't hold these runs, the least of them takes {smallest:.1f} MB; allow "
@@ -122,8 +131,9 @@ def build(runs: Sequence[RunFolder], max_bytes: int = 10 * MB, progress: Progres
 # ---------------------------------------------------------------------------------------------------------- the payload
 def _payload(
     runs: Sequence[RunFolder], files: Sequence[tuple[int, RolloutFile]], trim: Trim, progress: Progress
-) -> str:
-    """Data blocks of the page: one of all but the episodes' turns, and one of these a rollout file."""
+) -> tuple[str, list[str], list[str]]:
+    """Data blocks of the page (one of all but the episodes' turns, and one of these a rollout file), and its notes and
+    problems."""
     index, blocks = EpisodeIndex(), []
     problems = [problem for run in runs for problem in run.problems]
     kept = [files[place] for place in evenly(len(files), trim.files)]
@@ -160,7 +170,8 @@ def _payload(
         **index.record(),
     }
     texts = [pack(overview), *blocks]
-    return "\n".join(f'<script type="text/plain" id="block-{n}">{text}</script>' for n, text in enumerate(texts))
+    tags = (f'<script type="text/plain" id="block-{n}">{text}</script>' for n, text in enumerate(texts))
+    return "\n".join(tags), notes, problems
 
 
 def _first_level(files: Sequence[tuple[int, RolloutFile]], room: int) -> int:
@@ -207,7 +218,7 @@ def _episode_record(episode: EpisodeRecord, trim: Trim, tokens: bool) -> dict[st
 
 
 def _turn_record(turn: TurnRecord, trim: Trim, tokens: bool) -> dict[str, Any]:
-    row = {name: value for name, value in vars(turn).items() if value is not None and value != "" and value != []}
+    row = {name: value for name, value in vars(turn).items() if value not in (None, "", [], {})}
     if not tokens:
         row.pop("tokens", None)
     for name in ("reward", "advantage"):
@@ -265,11 +276,11 @@ def _phases(run: Run) -> dict[str, Any]:
 
 
 def config_differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
-    """Keys whose values are not the same in all runs, with each run's; [] for one run."""
+    """Keys whose values are not the same in all runs that have a configuration, with each run's."""
     flat = [dict(_flatten(run.config)) for run in runs]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    rows = [(key, [one.get(key, "–") for one in flat]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    known = [one for one in flat if one]
+    keys = dict.fromkeys(key for one in known for key in one if len({other.get(key) for other in known}) > 1)
+    return [(key, [one.get(key, "–") for one in flat]) for key in keys]
 
 
 def _flatten(config: str) -> Iterator[tuple[str, str]]:

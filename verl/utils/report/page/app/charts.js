@@ -166,7 +166,7 @@ function curvesPage() {
       one ? null : data.runs.map((run, number) => h("span", null, runDot(number), run.name)),
       hasRings ? h("span", null, "○ validation") : null,
       data.alerts.length ? h("span", null, h("span", { class: "bad" }, "▲"), " alert") : null,
-      data.count ? h("span", { class: "faint" }, "double-click a step to see its episodes") : null),
+      data.count ? h("span", { class: "faint hover-only" }, "double-click a step to see its episodes") : null),
     noticeBox(),
     one ? h("div", { class: "tiles" },
       tile("F1", change(0, "val/f1/mean", "reward/f1")),
