@@ -177,6 +177,29 @@ def test_a_resumed_stream_goes_on_as_if_never_stopped(tmp_path, tokenizer, done)
     assert [[q.index for q in second.next_batch()] for _ in range(20 - done)] == expected[done:]
 
 
+def test_fewer_questions_at_once_change_neither_the_order_nor_what_is_resumed(tmp_path, tokenizer):
+    """Refills ask for any number; what is left of a batch comes first the next time, also after resuming."""
+    dataset = load(numbered(tmp_path / "d.parquet", 10), tokenizer)
+    whole = QuestionStream(dataset, 4, seed=3)
+    expected = [q.index for _ in range(20) for q in whole.next_batch()]
+    asked, first, drawn = [4, 3, 1, 4, 2, 4, 4, 7, 4], QuestionStream(dataset, 4, seed=3), []
+    for count in asked:
+        taken = first.next_batch(None if count == 4 else count)
+        assert len(taken) == count
+        drawn += [q.index for q in taken]
+    assert drawn == expected[: sum(asked)]
+    state = json.loads(json.dumps(first.state_dict()))
+    assert len(state["held"]) == -sum(asked) % 4
+    second = QuestionStream(dataset, 4, seed=3)
+    second.next_batch(3)
+    second.load_state_dict(state)
+    rest = [q.index for q in second.next_batch(5) + second.next_batch()]
+    assert rest == expected[sum(asked) :][:9]
+    del state["held"]  # a checkpoint from before there were refills
+    second.load_state_dict(state)
+    assert [q.index for q in second.next_batch()] == expected[-(-sum(asked) // 4) * 4 :][:4]
+
+
 def test_a_stream_refuses_a_state_of_other_data_or_settings(tmp_path, tokenizer):
     dataset = load(numbered(tmp_path / "d.parquet", 10), tokenizer)
     other = load(write(tmp_path / "e.parquet", [row(f"Other {i}?") for i in range(10)]), tokenizer)

@@ -10,6 +10,13 @@ from verl.trainer.config.validation import check_inputs, validate, warnings_of
 REFUSED = [
     ("agent_grpo.n=1", "agent_grpo.n=1 leaves .*=grpo nothing to compare.*agent_grpo.n to 2"),
     ("agent_grpo.n=1 algorithm.adv_estimator=grpo_turn", "agent_grpo.n=1 leaves"),
+    (
+        "algorithm.filter_groups.enable=true algorithm.adv_estimator=remax",
+        "filter_groups.enable=true drops groups .*=remax learns from these too.*switch it off",
+    ),
+    ("algorithm.filter_groups.max_num_gen_batches=0", "max_num_gen_batches=0 is out of range"),
+    ("algorithm.rollout_correction.rollout_is_threshold=0.5", "rollout_is_threshold=0.5 is out of range"),
+    ("actor_rollout_ref.actor.clip_ratio=1.5", "clip_ratio=1.5 is out of range; it must be at least 0 and at most 1"),
     ("actor_rollout_ref.actor.ppo_mini_batch_size=12", "ppo_mini_batch_size=12 does not divide .*=16.*take 8"),
     ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide .*take 4"),
     ("actor_rollout_ref.actor.use_dynamic_bsz=false", "set actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
@@ -49,6 +56,8 @@ def test_impossible_combinations_are_refused(line, message):
     [
         "agent_grpo.n=1 algorithm.adv_estimator=reinforce_plus_plus",
         "agent_grpo.n=1 trainer.val_only=true",
+        "algorithm.filter_groups.enable=true algorithm.adv_estimator=grpo_turn",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla algorithm.rollout_correction.rollout_is=sequence",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.use_dynamic_bsz=false actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.rollout.max_model_len=8704",
@@ -75,6 +84,9 @@ def test_the_defaults_are_sound():
         ("reward_model.use_pbrs=true reward_model.pbrs.gamma=0.9", "pbrs.gamma=0.9 differs from algorithm.gamma=1.0"),
         ("reward_model.use_pbrs=true", "has no effect with algorithm.adv_estimator=grpo: .*grpo_turn sees it"),
         ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192", "is less than the longest episode, 8704 tokens"),
+        ("algorithm.adv_estimator=drgrpo", "half of Dr. GRPO; .*loss_agg_mode=seq-mean-token-sum-norm"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "hardly ever leaves 1 -/. 0.2; .*clip_ratio_low=3e-4"),
+        ("actor_rollout_ref.actor.llds_coef=0.1", "llds_coef=0.1 has no effect where a batch is one optimizer step"),
         ("actor_rollout_ref.actor.kl_loss_coef=0", "use_kl_loss=false saves its pass"),
         ("data.train_files=[x]", "data.val_files is empty"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=256", "ppo_mini_batch_size=256 is more than .*; taking 16"),

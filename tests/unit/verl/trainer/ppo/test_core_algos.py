@@ -19,7 +19,10 @@ from verl.trainer.ppo.core_algos import (
     count_denominators,
     entropy_coefficient,
     kl_penalty,
+    likelihood_displacement,
     policy_loss,
+    rollout_weights,
+    silent_rows,
     turn_owner,
     zero_variance_groups,
 )
@@ -99,7 +102,8 @@ def test_fixture_advantages(name, expected):
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_eight_times_point_seven_is_silence_not_noise(name):
     noisy = torch.full((8,), 0.7)
-    assert (noisy - noisy.mean()).abs().max() > 0  # float32 would see a deviation here
+    off = abs(noisy.mean().item() - noisy[0].item())
+    assert off == pytest.approx(6e-8, rel=0.1) and noisy.std().item() == pytest.approx(6.4e-8, rel=0.1)
     rewards, mask = one_turn(noisy.tolist(), [3] * 8)
     advantages, _ = estimate(name, rewards, mask, torch.zeros(8))
     assert torch.equal(advantages, torch.zeros_like(advantages))
@@ -142,6 +146,27 @@ def test_a_fully_masked_row_changes_nothing(name):
     assert torch.equal(returns, torch.cat([expected_returns, torch.zeros(1, 8)]))
     nothing, _ = estimate(name, rewards, torch.zeros_like(mask), groups)
     assert torch.equal(nothing, torch.zeros_like(mask))
+
+
+def test_silence_is_judged_as_the_estimator_looks():
+    alike = [(1, 0.5), (1, 0.5)], [(1, 0.5), (1, 0.5)]
+    moved = [(1, 1.0), (1, 0.0)], [(1, 0.0), (1, 1.0)]  # the same sum, earned at another turn
+    apart = [(1, 0.0), (1, 1.0)], [(1, 0.0)]
+    rewards, mask = from_turns([*alike, *moved, *apart, [(2, 1.0)]])
+    groups = ["a", "a", "m", "m", "x", "x", "one"]
+    by_sum, by_turn = (silent_rows(rewards, mask, groups, by_turn=by_turn).tolist() for by_turn in (False, True))
+    assert by_sum == [True, True, True, True, False, False, True]
+    assert by_turn == [True, True, False, False, False, False, True]
+    assert zero_variance_groups(rewards, mask, groups) == (3, 4)
+    assert zero_variance_groups(rewards, mask, groups, by_turn=True) == (2, 4)
+    # Discounted, 1 + 0 and 0 + .5 differ.
+    assert silent_rows(rewards, mask, groups, gamma=0.5).tolist() == [True, True, False, False, False, False, True]
+    mask[4:6] = 0  # a group that failed throughout has nothing to teach, and is no group
+    assert silent_rows(rewards, mask, groups).all()
+    assert zero_variance_groups(rewards, mask, groups) == (3, 3)
+    for name, silent in (("grpo", by_sum), ("grpo_turn", by_turn)):
+        loud = estimate(name, *from_turns([*alike, *moved, *apart, [(2, 1.0)]]), groups)[0].any(dim=1)
+        assert loud.tolist() == [not quiet for quiet in silent]
 
 
 def test_group_labels_may_be_uids_in_any_order_and_ragged():
@@ -501,6 +526,64 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
         assert metrics["actor/pg_clipfrac"] == (weight != ratio)
 
 
+# ------------------------------------------------------------------------- between engine and trainer, old and new
+def test_rollout_weights_by_token_and_by_sequence():
+    ratio = torch.tensor([[3.0, 0.5, 7.0], [0.5, 0.5, 1.0]])
+    mask = torch.tensor([[1.0, 1, 0], [1, 1, 1]])
+    engine = torch.full((2, 3), -2.0)
+    trainer = engine + ratio.log()
+    trainer[0, 2] = float("nan")  # an observation: whatever stands there counts nowhere
+    by_token = rollout_weights(trainer, engine, mask, "token", 2.0)
+    torch.testing.assert_close(by_token, torch.tensor([[2.0, 0.5, 0], [0.5, 0.5, 1]]))
+    by_sequence = rollout_weights(trainer, engine, mask, "sequence", 2.0)
+    torch.testing.assert_close(by_sequence, torch.tensor([[1.5, 1.5, 0], [0.25, 0.25, 0.25]]))
+    capped = rollout_weights(trainer, engine, mask, "sequence", 1.25)
+    assert capped[0].tolist() == [1.25, 1.25, 0]
+    runaway = rollout_weights(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1), "token", 2.0)
+    assert runaway.item() == 2.0
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_weighted_losses_make_the_gradient_of_the_trainers_policy(kind):
+    """Sampled from q, weighed by p/q, the expected gradient at ratio 1 is that of sampling from p."""
+    p = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    q = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+    def gradient(sampled_from, weights):
+        """Three episodes of one token, each as often as it is sampled."""
+        log_prob = p.log()[:, None].clone().requires_grad_()
+        total = 0.0
+        for token, share in enumerate(sampled_from.tolist()):
+            rows = slice(token, token + 1)
+            loss, _ = policy_loss(
+                p.log()[rows, None], log_prob[rows], advantages[rows, None], torch.ones(1, 1),
+                loss_kind=kind, weights=None if weights is None else weights[rows],
+            )  # fmt: skip
+            total = total + share * loss
+        return torch.autograd.grad(total, log_prob)[0]
+
+    weights = rollout_weights(p.log()[:, None], q.log()[:, None], torch.ones(3, 1), "token", 1e9)
+    torch.testing.assert_close(gradient(q, weights), gradient(p, None))
+    assert not torch.allclose(gradient(q, None), gradient(p, None))
+
+
+def test_displacement_counts_good_tokens_of_actions_that_lost_likelihood():
+    # Two actions around an observation: the first lost .1 in all, by its first token; the second gained.
+    old = torch.tensor([[-1.0, -1.0, 9.0, -1.0, -1.0]])
+    new = torch.tensor([[-1.3, -0.8, 0.0, -1.2, -0.5]], requires_grad=True)
+    mask = torch.tensor([[1.0, 1, 0, 1, 1]])
+    good = likelihood_displacement(old, new, torch.zeros(1, 5), mask)
+    torch.testing.assert_close(good, torch.tensor([[0.3, 0, 0, 0, 0]]))
+    (gradient,) = torch.autograd.grad(good.sum(), new)
+    assert gradient.tolist() == [[-1, 0, 0, 0, 0]]  # descent raises the one that fell
+    assert not likelihood_displacement(old, new, torch.full((1, 5), -0.1), mask).any()  # bad ones may fall
+    # The advantage may change within an action: only its good tokens are summed, and only they count.
+    mixed = likelihood_displacement(old, new, torch.tensor([[-1.0, 1, 0, 1, -1]]), mask)
+    torch.testing.assert_close(mixed, torch.tensor([[0.0, 0, 0, 0.2, 0]]))
+    assert not likelihood_displacement(old, old, torch.ones(1, 5), mask).any()
+
+
 def test_masked_nan_and_runaway_ratios_do_not_reach_the_gradient():
     old = torch.tensor([[0.0, float("nan"), -200.0]])
     log_prob = torch.tensor([[0.0, float("nan"), -0.1]], requires_grad=True)
@@ -564,12 +647,12 @@ def test_imports_torch_and_nothing_heavier():
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_turn", "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_a_full_scale_batch_takes_little_cpu_time(name):
     mask = torch.ones(256, 8000)
     mask[:, ::1000] = 0
     rewards = torch.zeros(256, 8000)
     rewards[:, 7999] = torch.rand(256, generator=torch.Generator().manual_seed(0))
     start = time.process_time()
-    estimate(name, rewards, mask, torch.arange(256) // 4)
+    estimate(name, rewards, mask, torch.arange(256) // 4, baselines=torch.zeros(256))
     assert time.process_time() - start < 1.0  # a quarter of the batch that has half a second; CI machines are busy
