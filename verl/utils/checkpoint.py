@@ -90,6 +90,10 @@ class CheckpointManager:
             raise ValueError(f"trainer.resume_mode={resume_mode} is not a checkpoint; {hint}")
         return path
 
+    def newest_first(self, up_to: int) -> list[Path]:
+        """The checkpoints of steps up to ``up_to``."""
+        return [self.directory / f"global_step_{step}" for step in reversed(self._steps()) if step <= up_to]
+
     def _steps(self) -> list[int]:
         if not self.directory.is_dir():
             return []

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from verl.trainer.config import Config, to_dict
+from verl.utils.jsonl import continue_jsonl
 
 log = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
@@ -86,12 +87,7 @@ class JsonlBackend:
 
     def __init__(self, config: Config, run_dir: Path, total_steps: int, resume_step: int) -> None:
         path = run_dir / "metrics.jsonl"
-        if path.exists():
-            if resume_step == 0:  # a new run under an old name: its metrics are kept beside
-                number = next(n for n in range(1, 1_000_000) if not (run_dir / f"metrics.{n}.jsonl").exists())
-                path.rename(run_dir / f"metrics.{number}.jsonl")
-            else:
-                _drop_after(path, resume_step)
+        continue_jsonl(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -280,18 +276,3 @@ BACKENDS: dict[str, Callable[[Config, Path, int, int], Backend]] = {
 
 def _number(value: Any) -> float:
     return value if isinstance(value, int) else float(value)
-
-
-def _drop_after(path: Path, step: int) -> None:
-    """Keep the lines up to ``step``. The last line may be half: the process that wrote it was killed."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row["step"] <= step:
-            kept.append(line + "\n")
-    temporary = path.with_name(".metrics.jsonl.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)

@@ -47,8 +47,13 @@ class Sample:
 
 
 def join_info(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """One array a name, the parts' rows in order."""
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    """One array a name, the parts' rows in order. What a user's reward named in some parts alone is 0 in the others."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    absent = [np.zeros(len(next(iter(part.values())))) for part in parts]
+    return {
+        name: np.concatenate([part.get(name, zeros) for part, zeros in zip(parts, absent, strict=True)])
+        for name in names
+    }
 
 
 def fill(

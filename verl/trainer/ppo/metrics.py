@@ -72,6 +72,23 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     )
 
 
+def noise_metrics(episodes: Sequence[Episode], probability: float) -> dict[str, float]:
+    """``curriculum/search_noise``, the probability that a query gets another's results (0: nothing is logged), and
+    ``curriculum/noisy_queries``, the share of queries that did."""
+    if not probability:
+        return {}
+    turns = [turn for episode in episodes for turn in episode.turns]
+    asked, noisy = sum(len(turn.queries) for turn in turns), sum(turn.noisy_queries for turn in turns)
+    return {"curriculum/search_noise": probability, "curriculum/noisy_queries": noisy / max(asked, 1)}
+
+
+def rollout_gaps(rollout_log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+    """(B,) each episode's mean |p_engine - p_trainer| over its sampled tokens, 0 where it has none."""
+    mask = response_mask.double()
+    gaps = (rollout_log_probs.double().exp() - old_log_probs.double().exp()).abs() * mask
+    return gaps.sum(dim=1) / mask.sum(dim=1).clamp_min(1)
+
+
 def rollout_gap_metrics(
     rollout_log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor, cap: float = 2.0
 ) -> dict[str, float]:

@@ -28,8 +28,10 @@ from verl.trainer.ppo.dynamic_sampling import Sample, fill, join_info
 from verl.trainer.ppo.metrics import (
     batch_metrics,
     episode_metrics,
+    noise_metrics,
     reward_metrics,
     rollout_gap_metrics,
+    rollout_gaps,
     throughput_metrics,
     timing_metrics,
     validation_metrics,
@@ -102,6 +104,7 @@ class RayPPOTrainer:
         )
         self.step = self._saved = 0
         self._interrupted = self._updating = False
+        self._healthy, self._rollbacks = True, 0
         if self.train_set:
             self.stream = QuestionStream(
                 self.train_set,
@@ -135,6 +138,9 @@ class RayPPOTrainer:
             with self._on_interrupt():
                 self._announce(found)
                 try:
+                    if self._goes_back and not self._healthy_checkpoint():
+                        self._saved = -1  # the start is a place to go back to, as long as there is no better one
+                        self.save()
                     self._loop(total)
                 except StopNow:
                     raise
@@ -185,14 +191,54 @@ class RayPPOTrainer:
                     metrics |= self.validate()
             finally:  # what a step was is written down even if its validation is cut short
                 self.tracking.log(self.step, metrics)
-            halted = self.monitor.halt_reason
-            if halted or self._due(trainer.save_freq, total):
+            complaint = self.monitor.complaint
+            self._healthy = self._healthy and not complaint
+            if complaint and self._goes_back:
+                if not self._roll_back():
+                    return
+            elif complaint and self.config.monitor.on_alert == "halt":
                 self.save()
-            if halted:
-                self.tracking.say(f"halted, as monitor.on_alert=halt asks: {halted}", warn=True)
+                self.tracking.say(f"halted, as monitor.on_alert=halt asks: {complaint}", warn=True)
                 return
+            elif self._due(trainer.save_freq, total):
+                self.save()
             if self._interrupted:
                 raise KeyboardInterrupt
+
+    @property
+    def _goes_back(self) -> bool:
+        monitor = self.config.monitor
+        return monitor.enable and monitor.on_alert == "rollback" and not self.config.trainer.val_only
+
+    def _healthy_checkpoint(self) -> Path | None:
+        """The newest one before which no step had raised an alert since the checkpoint before it."""
+        folders = self.checkpoints.newest_first(self.step)
+        return next((f for f in folders if load_json(f / "trainer.json").get("healthy", True)), None)
+
+    def _roll_back(self) -> bool:
+        """Take weights, optimizer and curriculum back from the last healthy checkpoint; False where the run ends here.
+
+        The steps' count and the order of the questions go on, so that the run meets other questions than those that
+        led into the alert, and comes to its end however often this happens. The result is saved at once: a run that is
+        killed afterwards doesn't resume before the alert.
+        """
+        folder, limit = self._healthy_checkpoint(), self.config.monitor.max_rollbacks
+        if folder is None or self._rollbacks >= limit:
+            why = f"after {limit} rollbacks (monitor.max_rollbacks)" if folder else "without a healthy checkpoint"
+            best = f"; the last healthy checkpoint is {folder}" if folder else ""
+            self.tracking.say(f"halted {why}: {self.monitor.complaint}{best}", warn=True)
+            return False
+        self._updating = True
+        self.actor.load_checkpoint(str(folder))
+        self.curriculum.load_state_dict(load_json(folder / "trainer.json")["curriculum"])
+        self.sync(self.step)
+        self._updating = False
+        self._healthy, self._rollbacks = True, self._rollbacks + 1
+        self.save()
+        self.tracking.say(
+            f"rolled back to {folder.name} ({self._rollbacks} of at most {limit}), on with other questions", warn=True
+        )
+        return True
 
     def _due(self, every: int, total: int) -> bool:
         return self.step == total or bool(every and self.step % every == 0)
@@ -226,7 +272,7 @@ class RayPPOTrainer:
                 self.sync(step)
             self.step, self._stream_state, self._updating = step, self.stream.state_dict(), False
             with watch("monitor"):
-                metrics = self.learn(sample, left_out) | updated | filtered
+                metrics = self.learn(sample, left_out, updated) | updated | filtered
         metrics |= timing_metrics(watch.seconds)
         metrics |= worked
         beside = left_out.batch.batch["response_mask"].sum().item() if left_out else 0.0
@@ -277,12 +323,15 @@ class RayPPOTrainer:
 
     def _search_noise(self, step: int) -> SearchNoise | None:
         """Noisy queries search for some of the training questions instead: of the same world, and off the point."""
-        probability = noise_probability(self.config.curriculum.search_noise, step, self.total_steps)
+        probability = self._noise_probability(step)
         if not probability:
             return None
         seed, size = self.config.trainer.seed, len(self.train_set)
         chosen = random.Random(f"{seed}/noise/{step}").sample(range(size), min(NOISE_QUERIES, size))
         return SearchNoise(probability, tuple(self.train_set[place].question for place in chosen), seed)
+
+    def _noise_probability(self, step: int) -> float:
+        return noise_probability(self.config.curriculum.search_noise, step, self.total_steps)
 
     def _play(self, requests: Sequence[Any]) -> list[Episode]:
         checked = time.monotonic()
@@ -307,6 +356,12 @@ class RayPPOTrainer:
             discount=self.config.algorithm.gamma,
         )
         batch.batch["token_level_scores"] = scores
+        if self.rewards.custom and not info["valid"].any():
+            raise ValueError(
+                f"{self.config.reward_model.custom} failed on every episode, so there is nothing to learn from; the "
+                f"first time: {self.rewards.custom.first_failure}"
+            )
+        batch.batch["response_mask"] *= torch.from_numpy(info["valid"])[:, None]  # what has no reward teaches nothing
         return info
 
     def advantage(self, batch: DataProto) -> None:
@@ -374,7 +429,7 @@ class RayPPOTrainer:
 
         self.rollouts.update_weights(export, version)
 
-    def learn(self, sample: Sample, left_out: Sample | None) -> dict[str, float]:
+    def learn(self, sample: Sample, left_out: Sample | None, updated: dict[str, float]) -> dict[str, float]:
         """Metrics of the step, the monitor's look at it, and the curriculum's next stage.
 
         What the policy does is judged by all it played: without the groups that all fail or all succeed it would look
@@ -384,14 +439,18 @@ class RayPPOTrainer:
         if left_out:
             episodes, info = episodes + left_out.episodes, join_info([info, left_out.info])
         metrics = batch_metrics(tensors) | reward_metrics(info) | self.curriculum.metrics()
-        metrics |= self.monitor.observe(self.step, episodes, [float(value) for value in info["return"]])
         metrics |= episode_metrics(episodes)
-        metrics |= rollout_gap_metrics(
-            tensors["rollout_log_probs"],
-            tensors["old_log_probs"],
-            tensors["response_mask"],
-            self.config.algorithm.rollout_correction.rollout_is_threshold,
-        )
+        log_probs = tensors["rollout_log_probs"], tensors["old_log_probs"], tensors["response_mask"]
+        metrics |= rollout_gap_metrics(*log_probs, self.config.algorithm.rollout_correction.rollout_is_threshold)
+        metrics |= noise_metrics(episodes, self._noise_probability(self.step))
+        if "custom_failed" in info:
+            metrics["reward/custom_failed"] = float(info["custom_failed"].sum())
+        gaps = rollout_gaps(*log_probs).tolist() + [math.nan] * (len(episodes) - len(sample.episodes))  # not measured
+        metrics |= self.monitor.observe(self.step, episodes, info["return"].tolist(), metrics | updated, gaps)
+        for alert in self.monitor.alerts:
+            self.tracking.say(alert.message, warn=True)
+        if self._goes_back:
+            metrics["alerts/rollbacks"] = float(self._rollbacks)
         inputs, options = self._rewarded(sample.batch)
         silent, _ = zero_variance_groups(*inputs, **options)
         metrics["adv/zero_variance_groups"] = float(silent)
@@ -516,6 +575,9 @@ class RayPPOTrainer:
             self._stream_state = state["stream"]
             self.curriculum.load_state_dict(state["curriculum"])
             set_rng_state(state["rng"])
+            self._healthy, self._rollbacks = state.get("healthy", True), state.get("rollbacks", 0)
+        if not self.config.trainer.val_only:
+            self.monitor.resume(self.step)
         self.sync(self.step)
 
     def save(self) -> None:
@@ -533,11 +595,13 @@ class RayPPOTrainer:
                     "stream": self._stream_state,
                     "curriculum": self.curriculum.state_dict(),
                     "rng": rng_state(),
+                    "healthy": self._healthy,
+                    "rollbacks": self._rollbacks,
                 },
             )
 
         self.checkpoints.save(self.step, write)
-        self._saved = self.step
+        self._saved, self._healthy = self.step, True
 
     @contextmanager
     def _on_interrupt(self) -> Iterator[None]:
