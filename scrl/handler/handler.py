@@ -24,7 +24,7 @@ from scrl.handler.cache import Outcome, SearchCache, normalise_query
 from scrl.handler.config import HandlerConfig
 from scrl.handler.contexts import EpisodeContexts
 from scrl.handler.metrics import HandlerMetrics
-from scrl.handler.web_search_agent.browser import Browser, Visit
+from scrl.handler.web_search_agent.browser import Browser, PageSource, Visit
 from scrl.handler.web_search_agent.fetch import PageError
 from scrl.handler.web_search_agent.search_api import SearchBackend, SearchError, make_backend
 from scrl.types import ToolCall, ToolResult
@@ -63,7 +63,10 @@ class SearchHandler:
     nothing raises. Results are the caller's own copies. ``close()`` it, or use it in a ``with`` statement.
     """
 
-    def __init__(self, config: HandlerConfig, backend: SearchBackend | None = None) -> None:
+    def __init__(
+        self, config: HandlerConfig, backend: SearchBackend | None = None, pages: PageSource | None = None
+    ) -> None:
+        """``backend``, ``pages``: where to search and read instead of where ``config`` says."""
         self._config = config
         self._metrics = HandlerMetrics()
         if backend is None and config.cache_mode != "replay":  # a replay needs no engine, nor its keys
@@ -71,7 +74,7 @@ class SearchHandler:
         self._backend = backend
         self._cache = SearchCache(config, getattr(backend, "cache_scope", getattr(backend, "name", "")))
         self._contexts = EpisodeContexts()
-        self._browser = Browser(config, self._contexts, self._metrics)
+        self._browser = Browser(config, self._contexts, self._metrics, pages)
         self._pool = ThreadPoolExecutor(config.max_workers, thread_name_prefix="search")
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="search-cache")
         self._browsing = ThreadPoolExecutor(

@@ -13,8 +13,8 @@ MAX_NOTES = 2000  # characters taken of a page
 MAX_SENTENCE = 400  # characters; a longer one is cut into pieces, at a space where it has one
 _K1, _B = 1.2, 0.75
 
-# After a full stop and a space, after one of the scripts that write none, or at the end of a line.
-_ENDS = re.compile(r"(?<=[.!?])[\"'”’)\]]?\s+|(?<=[。！？])|\n+")
+# After a full stop (and a closing quote) at a space, after one of the scripts that write none, at the end of a line.
+_ENDS = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)\]]))\s+|(?<=[。！？])|\n+")
 _UNSPACED = re.compile("([\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
 
 _analyzer = (

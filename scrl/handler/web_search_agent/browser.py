@@ -211,7 +211,7 @@ class Browser:
         notes = self._reader.read(ReadTask(page.title, tuple(views), visit.question, query, visit.known, deadline))
         self._metrics.observe(f"browse/{self._reader.name}", time.monotonic() - started)
         self._contexts.learn(visit.episode_id, notes)
-        return {"title": page.title, "url": url, "text": "\n".join(notes) or NOTHING_NEW}
+        return {"title": page.title, "url": url, "text": " ".join(notes) or NOTHING_NEW}
 
     def close(self) -> None:
         self._reader.close()

@@ -89,9 +89,9 @@ def _read_html(body: bytes, charset: str) -> tuple[str, str, bool]:
     source = decode(body, charset).translate(_CONTROL)
     if not source.strip():
         return "", "", False
-    tree = html.document_fromstring(
-        source, parser=html.HTMLParser(remove_comments=True, remove_pis=True, encoding=None)
-    )
+    # As bytes: lxml refuses a str that declares an encoding, as XHTML does.
+    parser = html.HTMLParser(remove_comments=True, remove_pis=True, encoding="utf-8")
+    tree = html.document_fromstring(source.encode("utf-8", "replace"), parser=parser)
     title = tree.findtext(".//title") or ""
     if next(itertools.islice(tree.iter(), MAX_ELEMENTS, None), None) is not None:
         return title, _all_text(tree), True
@@ -106,21 +106,16 @@ def _read_html(body: bytes, charset: str) -> tuple[str, str, bool]:
 
 def _all_text(tree) -> str:  # noqa: ANN001
     """Everything that the page would show, a block a line. By iteration: the tree may be deep."""
-    pieces, skipping = [], 0
     from lxml import etree
 
+    pieces, skipping = [], 0
     for event, element in etree.iterwalk(tree, events=("start", "end")):
-        skipped = element.tag in _SKIPPED_TAGS
-        if event == "start":
-            skipping += skipped
-            text = element.text
-        else:
-            skipping -= skipped
-            text = element.tail
+        skipping += (element.tag in _SKIPPED_TAGS) * (1 if event == "start" else -1)
+        if element.tag in _BLOCKS:
+            pieces.append("\n")
+        text = element.text if event == "start" else element.tail
         if text and not skipping:
             pieces.append(text)
-        if event == "end" and element.tag in _BLOCKS:
-            pieces.append("\n")
     return "".join(pieces)
 
 

@@ -23,7 +23,7 @@ from scrl.handler.web_search_agent.fetch_address import Resolver, is_public, res
 MAX_BYTES = 5_000_000  # of a page, as sent and unpacked
 MAX_SECONDS = 10.0  # for a page: look-up, connections, redirects and body together
 MAX_REDIRECTS = 5
-_MAX_HEADER_BYTES = 256_000  # of all responses of a fetch, chunk framing included
+_MAX_HEADER_BYTES = 256_000  # of what stands before a body (interim answers too), and of the framing around its chunks
 
 HTML, PDF, TEXT = "html", "pdf", "text"
 _KINDS = {
@@ -88,9 +88,7 @@ class PageFetcher:
         limit = time.monotonic() + self._max_seconds
         hurried = deadline < limit  # then a timeout says nothing about the page
         target = _parse(url)
-        network = _CheckedNetwork(
-            self._resolve, self._is_allowed, min(limit, deadline), self._max_bytes + _MAX_HEADER_BYTES
-        )
+        network = _CheckedNetwork(self._resolve, self._is_allowed, min(limit, deadline))
         try:
             for _ in range(MAX_REDIRECTS + 1):
                 page = self._get(target, network)
@@ -107,11 +105,13 @@ class PageFetcher:
     def _get(self, url: httpx.URL, network: "_CheckedNetwork") -> RawPage | httpx.URL:
         """One exchange: the page, or where to go for it."""
         target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+        network.allowance = _MAX_HEADER_BYTES
         # A pool of its own for each exchange: nothing is left open, and the deadline is this fetch's alone.
         with (
             httpcore.ConnectionPool(self._ssl_context, network_backend=network, max_connections=1) as pool,
             pool.stream("GET", target, headers=_HEADERS) as response,
         ):
+            network.allowance += self._max_bytes
             headers = {name.decode("latin-1").lower(): value for name, value in reversed(response.headers)}
             if response.status in (301, 302, 303, 307, 308) and "location" in headers:
                 return _parse(headers["location"].decode("utf-8", "replace"), base=url)
@@ -151,10 +151,10 @@ class PageFetcher:
 class _CheckedNetwork(httpcore.NetworkBackend):
     """Connects to allowed addresses only. Its streams share one deadline and one allowance of bytes to receive."""
 
-    def __init__(self, resolve: Resolver, is_allowed: Callable[[str], bool], deadline: float, allowance: int) -> None:
+    def __init__(self, resolve: Resolver, is_allowed: Callable[[str], bool], deadline: float) -> None:
         self._resolve, self._is_allowed = resolve, is_allowed
         self._system = httpcore.SyncBackend()
-        self.deadline, self.allowance = deadline, allowance
+        self.deadline, self.allowance = deadline, 0
 
     def left(self) -> float:
         seconds = self.deadline - time.monotonic()
@@ -216,7 +216,7 @@ def _parse(url: str, base: httpx.URL | None = None) -> httpx.URL:
         parsed = parsed.copy_with(userinfo=b"", fragment=None)
     except (httpx.InvalidURL, ValueError, TypeError) as error:
         raise PageError("bad_request", f"{url[:200]!r} is not a URL") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < (parsed.port or 80) < 65536:
         raise PageError("bad_request", f"{url[:200]!r} is not an http or https URL")
     return parsed
 
