@@ -51,6 +51,7 @@ class Turn:
     trailing: bool = False
     observation: str = ""
     observation_tokens: int = 0
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (title, URL) of each result
     span: tuple[int, int] = (0, 0)
     search_ok: bool = True
     noisy_queries: int = 0  # of ``queries``, how many got another query's results on purpose (SearchNoise)

@@ -38,6 +38,18 @@ class ToolHandler(Protocol):
         ...
 
 
+class EpisodeListener(Protocol):
+    """Hears how an episode goes, to show it to somebody. ``token`` is called on the engine's thread."""
+
+    def token(self, token_id: int) -> None: ...
+
+    def turn(self, turn: Turn) -> None:
+        """The policy's turn is whole; its tool, if it called one, is about to run."""
+
+    def observation(self, turn: Turn) -> None:
+        """``turn.observation`` is there."""
+
+
 @dataclass(frozen=True)
 class GenerationSettings:
     """Limits of an episode, in tokens, except ``tool_timeout_s``."""
@@ -72,19 +84,22 @@ class LLMGenerationManager:
                     f"below {settings.max_obs_length - (needed - limit)} or raise {name}"
                 )
 
-    async def run(self, requests: Sequence[EpisodeRequest]) -> list[Episode]:
-        """All episodes side by side, results in the order of ``requests``. An episode's failure is that episode's."""
+    async def run(self, requests: Sequence[EpisodeRequest], listener: EpisodeListener | None = None) -> list[Episode]:
+        """All episodes side by side, results in the order of ``requests``. An episode's failure is that episode's.
+
+        ``listener`` hears of all of them: one request is what makes sense with it.
+        """
         for _ in requests:  # all before any starts: a deterministic engine waits until it has heard from every one
             self._engine.begin_episode()
-        tasks = [asyncio.ensure_future(self._play_safely(request)) for request in requests]
+        tasks = [asyncio.ensure_future(self._play_safely(request, listener)) for request in requests]
         for task in tasks:  # a callback, because a task cancelled before its first step never gets to a finally
             task.add_done_callback(lambda _: self._engine.end_episode())
         return list(await asyncio.gather(*tasks))
 
-    async def run_episode(self, request: EpisodeRequest) -> Episode:
-        return (await self.run([request]))[0]
+    async def run_episode(self, request: EpisodeRequest, listener: EpisodeListener | None = None) -> Episode:
+        return (await self.run([request], listener))[0]
 
-    async def _play_safely(self, request: EpisodeRequest) -> Episode:
+    async def _play_safely(self, request: EpisodeRequest, listener: EpisodeListener | None) -> Episode:
         episode = Episode(
             uid=request.uid,
             sample_index=request.sample_index,
@@ -96,7 +111,7 @@ class LLMGenerationManager:
         )
         episode_id = f"{request.uid}/{request.sample_index}/{uuid.uuid4().hex}"
         try:
-            await self._play(request, episode, episode_id)
+            await self._play(request, episode, episode_id, listener)
         except Exception as error:  # whatever it was, the other episodes of the batch must live
             logger.exception("episode %s/%d failed", request.uid, request.sample_index)
             episode.finish = "error"
@@ -105,14 +120,18 @@ class LLMGenerationManager:
             self._handler.release(episode_id)
         return episode
 
-    async def _play(self, request: EpisodeRequest, episode: Episode, episode_id: str) -> None:
+    async def _play(
+        self, request: EpisodeRequest, episode: Episode, episode_id: str, listener: EpisodeListener | None
+    ) -> None:
         tool_turns = 0
         while True:
             budget = min(self._settings.max_turn_tokens, self._room(episode))
             if budget < 1:
                 episode.finish = "length"
                 return
-            turn, parsed, completion = await self._policy_turn(request, episode, budget)
+            turn, parsed, completion = await self._policy_turn(request, episode, budget, listener)
+            if listener is not None:
+                listener.turn(turn)
             if isinstance(parsed, Answer):
                 episode.finish = "answer"
                 return
@@ -138,9 +157,11 @@ class LLMGenerationManager:
                 return
             turn.observation, turn.observation_tokens = observation, len(observation_ids)
             _append(episode, framed, [0.0] * len(framed), mask=0)
+            if listener is not None:
+                listener.observation(turn)
 
     async def _policy_turn(
-        self, request: EpisodeRequest, episode: Episode, budget: int
+        self, request: EpisodeRequest, episode: Episode, budget: int, listener: EpisodeListener | None
     ) -> tuple[Turn, Answer | ToolCall | Malformed, Completion]:
         """Samples one turn of at most ``budget`` tokens, appends it, and says what it means."""
         order = (request.uid, request.sample_index, len(episode.turns))
@@ -152,6 +173,7 @@ class LLMGenerationManager:
             seed=None if request.seed is None else turn_seed(request.seed, *order),
             stop_token_ids=self._stop_ids,
             order=order,
+            on_token=None if listener is None else listener.token,
         )
         started = time.perf_counter()
         completion = await self._engine.generate(episode.prompt_ids + episode.response_ids, params)
@@ -189,6 +211,7 @@ class LLMGenerationManager:
         if not result.ok:
             return self._fit(lambda n: prompts.render_error(result.error[:n]), len(result.error)) or ("", [])
         (asked,) = call.arguments.values()
+        turn.sources = [(row.get("title", ""), row.get("url", "")) for rows in result.items for row in rows]
         return self._fit_results(asked, result.items)
 
     async def _run_tool(self, call: ToolCall, episode_id: str, question: str) -> ToolResult:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scrl.llm_agent.generation import GenerationSettings, LLMGenerationManager
+from scrl.llm_agent.generation import EpisodeListener, GenerationSettings, LLMGenerationManager
 from scrl.types import Episode, EpisodeRequest
 from verl.trainer.config.schema import Config
 from verl.utils.tokenizer import load_tokenizer
@@ -53,6 +53,10 @@ class RolloutWorker:
         self._end_if_failed()
         return episodes
 
+    async def play(self, request: EpisodeRequest, listener: EpisodeListener | None = None) -> Episode:
+        """One episode with somebody watching."""
+        return await self._manager.run_episode(request, listener)
+
     async def update_weights(self, weights: dict[str, Any], version: int) -> int:
         """``weights``: what ``ActorRefWorker.export_weights`` gave. Returns the version now held."""
         try:
@@ -69,3 +73,8 @@ class RolloutWorker:
 
     async def metrics(self) -> dict[str, float]:
         return {**self._engine.metrics(), **self._handler.metrics()}
+
+    def close(self) -> None:
+        """Let search and engine go. A Ray actor just ends; this is for a worker in somebody's own process."""
+        self._handler.close()
+        self._engine.close()

@@ -37,6 +37,31 @@ def load_config(overrides: list[str] | None = None) -> Config:
     return config
 
 
+def load_run_config(file: Path, overrides: list[str] | None = None) -> Config:
+    """The configuration that a run wrote down (its ``config.yaml``), with ``overrides`` over it.
+
+    Raises ValueError as ``load_config`` does, and for a file that can't be read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    try:
+        tree = OmegaConf.create(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} can't be read as YAML ({error}); give a run's config.yaml") from None
+    parser = OverridesParser.create()
+    for text in _translate(overrides or []):
+        try:
+            parsed = parser.parse_override(text)
+        except HydraException:
+            raise _unreadable(text) from None
+        OmegaConf.update(tree, parsed.key_or_group, parsed.value(), force_add=True)
+    config = _absolute(from_dict(OmegaConf.to_container(tree, resolve=True)))
+    validate(config)
+    return config
+
+
 def profiles() -> list[str]:
     return sorted(path.stem for path in (CONFIG_DIR / "profile").glob("*.yaml"))
 
@@ -91,9 +116,7 @@ def _compose(overrides: list[str]) -> dict[str, Any]:
         try:
             several = parser.parse_override(text).is_sweep_override()
         except HydraException:
-            raise ValueError(
-                f"can't read {text!r}; quote a value that holds a comma, a bracket, = or a quote: 'key=\"value\"'"
-            ) from None
+            raise _unreadable(text) from None
         if several:
             raise ValueError(f"{text!r} holds several values; a list is written key=[a,b], and a run takes one setting")
     GlobalHydra.instance().clear()
@@ -104,6 +127,12 @@ def _compose(overrides: list[str]) -> dict[str, Any]:
         if isinstance(error.__cause__, KeyError | AttributeError):  # inside a dictionary given for a section
             raise unknown_key(error.__cause__.full_key) from None
         raise ValueError(f"the configuration doesn't resolve: {str(error).strip().splitlines()[0]}") from error
+
+
+def _unreadable(text: str) -> ValueError:
+    return ValueError(
+        f"can't read {text!r}; quote a value that holds a comma, a bracket, = or a quote: 'key=\"value\"'"
+    )
 
 
 def _check_profile(overrides: list[str]) -> list[str]:

@@ -23,7 +23,8 @@ def vllm_problem() -> str | None:
             continue
         if version.startswith(f"{VLLM_VERSIONS}."):
             return None
-        return f"{name} {version} is installed, this code works with {VLLM_VERSIONS}.x; pip install {name}=={VLLM_VERSIONS}.0"
+        remedy = f"pip install {name}=={VLLM_VERSIONS}.0"
+        return f"{name} {version} is installed, but {VLLM_VERSIONS}.x is what works here; {remedy}"
     return f"the vllm that would be imported says no version; pip install vllm=={VLLM_VERSIONS}.0"
 
 

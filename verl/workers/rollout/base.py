@@ -1,5 +1,6 @@
 """The contract every generation engine keeps: token ids in, token ids and log-probs out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ class SamplingParams:
     ``seed`` fixes the draw: the same seed and the same logits give the same tokens, whatever else is in the batch.
     ``order`` sorts requests of one batch (uid, sample, turn) in deterministic mode.
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 keep the whole vocabulary.
+    ``on_token`` hears every sampled token as it comes, on the engine's own thread.
     """
 
     max_new_tokens: int
@@ -20,6 +22,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     order: tuple = ()
+    on_token: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,5 @@ class RolloutEngine(Protocol):
     def end_episode(self) -> None: ...
 
     def metrics(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...

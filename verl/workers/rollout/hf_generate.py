@@ -43,6 +43,8 @@ class Row:
         """Takes a sampled token; whether the completion is now complete."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
+        if self.params.on_token is not None:
+            self.params.on_token(token)
         if token in self.params.stop_token_ids:
             self.finish_reason = "stop"
         return self.finish_reason == "stop" or len(self.token_ids) == self.params.max_new_tokens

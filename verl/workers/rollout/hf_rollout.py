@@ -162,6 +162,10 @@ class HFEngine:
         counts = {f"rollout/{name}": value for name, value in self._counts.items()}
         return counts | {"rollout/tokens_per_s": self._counts["sampled"] / max(self._counts["busy_s"], 1e-9)}
 
+    def close(self) -> None:
+        """Ends after the batch that is being generated, if any."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     # -- generation and weights: on the engine's thread ----------------------------------------------------------------
 
     def _generate(self, requests: list[_Request]) -> list[Completion]:

@@ -130,14 +130,19 @@ class VLLMEngine:
             ignore_eos=True,  # only what is asked for stops it
             logprobs=0,  # of the sampled token alone
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if params.on_token else RequestOutputKind.FINAL_ONLY,
         )
         self._requests += 1
         prompt, name = {"prompt_token_ids": prompt_ids}, str(self._requests)
         self._enter()
         try:
             asked = self._engine.generate(prompt, sampling, name, lora_request=self._adapter)
-            (final,) = [answer async for answer in asked]
+            heard = 0
+            async for final in asked:
+                if params.on_token:
+                    for token in final.outputs[0].token_ids[heard:]:
+                        params.on_token(token)
+                    heard = len(final.outputs[0].token_ids)
         finally:
             self._leave()
         (output,) = final.outputs
@@ -154,7 +159,7 @@ class VLLMEngine:
 
     def _version_of(self, output: Any) -> int:
         """The weights that sampled it, as the engine's own process counts them, token by token."""
-        spans = {span.weight_version for span in output.weight_versions}
+        spans = {span.version for span in output.weight_versions}
         assert len(spans) == 1, f"one completion mixes weights: {spans}"
         version = spans.pop()
         return 0 if version == "default" else int(version)
