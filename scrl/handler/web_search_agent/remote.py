@@ -21,6 +21,8 @@ from scrl.handler.web_search_agent.transport import (
     read_json,
 )
 
+MAX_TITLE, MAX_URL, MAX_TEXT = 1000, 4000, 20_000  # characters
+
 
 class RemoteBackend:
     """Base of the engines. The environment's ``url_variable`` overrides ``default_url``: by a whole address, or by a
@@ -149,15 +151,24 @@ def at(body: Any, *keys: str, default: Any = None) -> Any:
 
 
 def rows_of(items: Any, title: str, url: str, text: str) -> list[Row]:
-    """Rows from a list of objects; what isn't an object, or has neither title nor text, is left out."""
+    """Rows from a list of objects; what isn't an object, or has neither title nor text, is left out.
+
+    Long titles and texts are cut, so that a cache of results has a bound; a URL that long is no URL.
+    """
     if not isinstance(items, list):
         raise SearchError("bad_reply", f"sent a JSON {type(items).__name__} where results were expected")
-    rows = [
-        {"title": as_text(item.get(title)), "url": as_text(item.get(url)), "text": as_text(item.get(text))}
-        for item in items
-        if isinstance(item, dict)
-    ]
-    return [row for row in rows if row["title"] or row["text"]]
+    rows = []
+    for item in items:
+        if isinstance(item, dict):
+            link = as_text(item.get(url))
+            row = {
+                "title": as_text(item.get(title))[:MAX_TITLE],
+                "url": link if len(link) <= MAX_URL else "",
+                "text": as_text(item.get(text))[:MAX_TEXT],
+            }
+            if row["title"] or row["text"]:
+                rows.append(row)
+    return rows
 
 
 def as_text(value: Any) -> str:

@@ -399,6 +399,14 @@ def test_a_decompression_bomb(backend, server, clock, reply):
     assert error.kind == "bad_reply" and "sent more than 4 MiB" in str(error)
 
 
+def test_a_result_is_cut_to_a_size_that_can_be_cached(backend, name, protocol, server, clock, reply):
+    found = encoded(protocol.found).decode().replace("Tarnow", "T" * 30_000).replace("A town", "x" * 900_000)
+    server.script = [reply(200, found.encode())]
+    rows = backend.search("who", 2, clock() + 30)
+    assert len(rows[0]["title"]) == 1000 and len(rows[0]["text"]) == 20_000 and rows[0]["url"] == ""
+    assert rows[1] == protocol.rows[1]
+
+
 # Its deadline holds.
 
 
