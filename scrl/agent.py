@@ -64,7 +64,7 @@ class Agent:
         self._numbers = itertools.count()
 
     async def open(self) -> "Agent":
-        """Load model and search, without a word. Raises ValueError for what can't be loaded, or a search that doesn't answer."""
+        """Load model and search, quietly. Raises ValueError for what can't be loaded or a search that doesn't answer."""
         from transformers.utils import logging
 
         logging.disable_progress_bar()
