@@ -21,7 +21,9 @@ from verl.trainer.config.schema import (
     Config,
     DataConfig,
     OptimConfig,
+    PolicyLossConfig,
     RayConfig,
+    RolloutCorrectionConfig,
     TrainerConfig,
 )
 from verl.workers.fsdp_workers import ActorRefWorker
@@ -39,13 +41,21 @@ def model_path(tmp_path_factory):
 
 class BreakableWorker(ActorRefWorker):
     @register(Dispatch.ONE_TO_ALL)
-    def poison(self, rank: int, on: bool) -> None:
-        """From now on the last hidden states of this rank are NaN, or no longer."""
-        if self.rank == rank and on:
-            norm = self.policy.get_base_model().model.norm
+    def poison(self, rank: int, what: str | None) -> None:
+        """From now on the last hidden states of this rank are NaN, its gradients Inf, or neither any more."""
+        if self.rank != rank:
+            return
+        norm = self.policy.get_base_model().model.norm
+        if what == "nan logits":
             self.hook = norm.register_forward_hook(lambda module, args, output: output * float("nan"))
-        elif self.rank == rank:
+        elif what == "inf gradient":
+            self.hook = norm.register_full_backward_pre_hook(lambda module, grads: (grads[0] * float("inf"),))
+        else:
             self.hook.remove()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def reconfigure(self, actor: ActorConfig, correction: RolloutCorrectionConfig) -> None:
+        self.actor.config, self.actor.correction = actor, correction
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +99,7 @@ def episodes(seed=0):
     attention = (columns >= P - prompt) & (columns < P + response)
     mask = attention[:, P:] & (torch.rand(B, R, generator=gen) < 0.6)
     mask[:, 0], mask[4:6] = True, False  # failed episodes: the second rank has less to do
-    noise = torch.randn(3, B, R, generator=gen)
+    noise = torch.randn(4, B, R, generator=gen)
     tensors = {
         "input_ids": ids * attention,
         "attention_mask": attention.long(),
@@ -97,6 +107,7 @@ def episodes(seed=0):
         "old_log_probs": (-5 + 0.1 * noise[0]) * mask,
         "ref_log_prob": (-5 + 0.1 * noise[1]) * mask,
         "advantages": noise[2] * mask,
+        "rollout_log_probs": (-5 + 0.3 * noise[3]) * mask,
     }
     return DataProto.from_dict(tensors, {}, {"temperature": 0.7})
 
@@ -164,6 +175,33 @@ def test_same_loss_gradient_and_weights_on_1_and_2_ranks(groups, start):
     assert_close(weights(groups[1]), after, atol=1e-5, rtol=1e-3)
 
 
+FORMS = {
+    "gspo": {"policy_loss": PolicyLossConfig("gspo"), "loss_agg_mode": "seq-mean-token-mean"},
+    "cispo": {"policy_loss": PolicyLossConfig("cispo"), "loss_agg_mode": "seq-mean-token-sum-norm"},
+    "llds": {"llds_coef": 0.5, "llds_after_update": True, "ppo_epochs": 2},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_loss_is_the_same_on_1_and_2_ranks(groups, start, model_path, form):
+    """With importance weights, and two mini-batches whose rows are dealt out as the trainer does it."""
+    plain, correction = make_config(model_path).actor_rollout_ref.actor, RolloutCorrectionConfig("token", 1.2)
+    before, found = weights(groups[0]), []
+    for ranks, group in enumerate(groups, 1):
+        group.reconfigure(replace(plain, **FORMS[form]), correction)
+        data = episodes()
+        data.batch["mini_batch"] = torch.arange(B) // 4
+        order = (torch.arange(B) % ranks).argsort(stable=True)
+        found.append(group.update_actor(data.reorder(order)).meta_info["metrics"])
+        group.reconfigure(plain, RolloutCorrectionConfig())
+    one, two = found
+    assert one["actor/grad_norm"] > 0.01
+    assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
+    after = weights(groups[0])
+    assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
+    assert_close(weights(groups[1]), after, atol=1e-5, rtol=1e-3)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resume_is_bit_equal(groups, start, tmp_path, ranks):
     group, folder = groups[ranks - 1], tmp_path / "checkpoint"
@@ -205,7 +243,7 @@ def test_nothing_in_a_checkpoint_is_pickled(start):
 def test_nan_logits_on_one_rank_skip_the_step_on_both(groups, start):
     before = weights(groups[1])
     data = episodes()
-    groups[1].poison(1, True)
+    groups[1].poison(1, "nan logits")
     metrics = groups[1].update_actor(data).meta_info["metrics"]
     sampled = int(data.batch["response_mask"][4:].sum())  # the second rank's rows
     assert metrics["stability/skipped_steps"] == 1
@@ -214,6 +252,17 @@ def test_nan_logits_on_one_rank_skip_the_step_on_both(groups, start):
     groups[1].update_actor(data)
     with pytest.raises(FloatingPointError, match="3 optimizer steps in a row .* not finite is logits"):
         groups[1].update_actor(data)
-    groups[1].poison(1, False)
+    groups[1].poison(1, None)
     metrics = groups[1].update_actor(data).meta_info["metrics"]
     assert metrics["stability/skipped_steps"] == 0 and metrics["actor/grad_norm"] > 0
+
+
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_both(groups, start):
+    before = weights(groups[1])
+    groups[1].poison(0, "inf gradient")
+    metrics = groups[1].update_actor(episodes()).meta_info["metrics"]
+    assert metrics["stability/skipped_steps"] == 1 and "actor/grad_norm" not in metrics
+    assert metrics["stability/logits_nonfinite"] == 0
+    assert_close(weights(groups[1]), before, atol=0, rtol=0)
+    groups[1].poison(0, None)
+    assert groups[1].update_actor(episodes()).meta_info["metrics"]["stability/skipped_steps"] == 0
