@@ -20,7 +20,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["verl", "verl.*", "scrl", "scrl.*"]),
-    package_data={"": ["*.yaml"]},
+    package_data={"": ["*.yaml", "*.html", "*.css", "*.js", "LICENSE", "NOTICE"]},
     install_requires=pins("requirements.txt"),
     extras_require={
         "gpu": [*pins("requirements-gpu.txt"), "flash-attn==2.8.3.post2"],
