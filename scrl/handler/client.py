@@ -42,7 +42,14 @@ class HttpSearchHandler:
 
     def __init__(self, server_url: str, config: HandlerConfig) -> None:
         self._url = checked_url("search.server_url", server_url)
-        self._config, self._headers = config, client_headers()
+        self._config = config
+        self._slots = asyncio.Semaphore(config.max_workers)
+        self._client = httpx.AsyncClient(
+            headers=client_headers(),
+            timeout=httpx.Timeout(None, connect=5.0),  # the rest is bounded by each call's deadline
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0),
+            trust_env=False,  # search servers stand in one's own network, not behind HTTP_PROXY
+        )
         self._metrics = HandlerMetrics()
         self._contexts = EpisodeContexts()
         self._lock = threading.Lock()
@@ -65,6 +72,7 @@ class HttpSearchHandler:
         future: Future[ToolResult] = Future()
         future.set_running_or_notify_cancel()
         self._metrics.count("calls")
+        self._metrics.count("queries", _count_asked(call))
         item: Item = {
             "idx": 0,
             "question": question,
@@ -108,13 +116,6 @@ class HttpSearchHandler:
     # The event loop's thread.
 
     def _run_loop(self) -> None:
-        self._slots = asyncio.Semaphore(self._config.max_workers)
-        self._client = httpx.AsyncClient(
-            headers=self._headers,
-            timeout=httpx.Timeout(None, connect=5.0),  # the rest is bounded by each call's deadline
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0),
-            trust_env=False,  # search servers stand in one's own network, not behind HTTP_PROXY
-        )
         self._loop.run_forever()
         self._loop.run_until_complete(self._wind_up())
         self._loop.close()
