@@ -12,7 +12,6 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from scrl.handler.config import HandlerConfig
 from scrl.handler.contexts import EpisodeContexts
-from scrl.handler.http_service import client_headers
 from scrl.handler.metrics import HandlerMetrics
 from scrl.handler.wire import (
     EXECUTION_PATH,
@@ -20,6 +19,7 @@ from scrl.handler.wire import (
     checked_url,
     encode_json,
     hop_budget,
+    http_client,
     problem_of,
     read_reply,
     read_result,
@@ -44,12 +44,7 @@ class HttpSearchHandler:
         self._url = checked_url("search.server_url", server_url)
         self._config = config
         self._slots = asyncio.Semaphore(config.max_workers)
-        self._client = httpx.AsyncClient(
-            headers=client_headers(),
-            timeout=httpx.Timeout(None, connect=5.0),  # the rest is bounded by each call's deadline
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0),
-            trust_env=False,  # search servers stand in one's own network, not behind HTTP_PROXY
-        )
+        self._client = http_client()
         self._metrics = HandlerMetrics()
         self._contexts = EpisodeContexts()
         self._lock = threading.Lock()

@@ -7,7 +7,6 @@ other address only with a token: ``SCRL_TOKEN`` in the environment of servers an
 import hmac
 import ipaddress
 import logging
-import os
 import re
 import socket
 from collections.abc import Callable
@@ -20,24 +19,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scrl.handler.wire import encode_json
+from scrl.handler.wire import TOKEN_VARIABLE, client_headers, encode_json, service_token
 
 MAX_BODY_BYTES = 16 * 2**20
-TOKEN_VARIABLE = "SCRL_TOKEN"
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that they never send into one just closed
-
-
-def service_token() -> str:
-    """The token that servers ask for and clients send; "" for none."""
-    return os.environ.get(TOKEN_VARIABLE, "").strip()
-
-
-def client_headers() -> dict[str, str]:
-    """What a client sends along: that its bodies are JSON, and the token. ValueError where no header can hold that."""
-    token = service_token()
-    if not re.fullmatch(r"[!-~]*", token):
-        raise ValueError(f"{TOKEN_VARIABLE} holds a character that no HTTP header can; use letters and digits")
-    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -24,7 +24,7 @@ import httpx
 from fastapi import FastAPI, Response
 
 from scrl.handler.config import HandlerConfig, config_from_arguments
-from scrl.handler.http_service import client_headers, json_response, make_app, prometheus, serve
+from scrl.handler.http_service import json_response, make_app, prometheus, serve
 from scrl.handler.wire import (
     EXECUTION_PATH,
     ExecutionRequest,
@@ -33,6 +33,7 @@ from scrl.handler.wire import (
     encode_json,
     failed,
     hop_budget,
+    http_client,
     problem_of,
     read_reply,
 )
@@ -86,15 +87,9 @@ class Balancer:
         if not urls:
             raise ValueError("server_url_list is empty; give search servers, such as [http://127.0.0.1:5005]")
         self._servers = [_Server(url) for url in dict.fromkeys(checked_url("server_url_list", url) for url in urls)]
-        self._headers = client_headers()
 
     async def __aenter__(self) -> "Balancer":
-        self._client = httpx.AsyncClient(
-            headers=self._headers,
-            timeout=httpx.Timeout(None, connect=HEALTH_TIMEOUT_S),  # the rest is bounded by each call's deadline
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30.0),
-            trust_env=False,  # search servers stand in one's own network, not behind HTTP_PROXY
-        )
+        self._client = http_client()
         self._recovery = asyncio.Condition()
         self._watchers = [asyncio.create_task(self._watch(server)) for server in self._servers]
         return self

@@ -7,6 +7,8 @@ item ``episode_id`` and ``allowed_urls`` (what the episode's searches found, so 
 """
 
 import json
+import os
+import re
 from dataclasses import asdict
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -19,6 +21,7 @@ from scrl.llm_agent.prompts import render_error, render_observation
 from scrl.types import ToolCall, ToolResult
 
 EXECUTION_PATH = "/handle_execution"
+TOKEN_VARIABLE = "SCRL_TOKEN"
 MAX_ITEMS = 4096  # calls in one request
 _RESULT = TypeAdapter(ToolResult)
 
@@ -30,6 +33,29 @@ class ExecutionRequest(BaseModel):
 
     query_contents: Annotated[list[Item], Field(max_length=MAX_ITEMS)]
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+def service_token() -> str:
+    """The token that servers ask for and clients send; "" for none."""
+    return os.environ.get(TOKEN_VARIABLE, "").strip()
+
+
+def client_headers() -> dict[str, str]:
+    """What a client sends along: that its bodies are JSON, and the token. ValueError where no header can hold that."""
+    token = service_token()
+    if not re.fullmatch(r"[!-~]*", token):
+        raise ValueError(f"{TOKEN_VARIABLE} holds a character that no HTTP header can; use letters and digits")
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+
+
+def http_client() -> httpx.AsyncClient:
+    """For search servers. Bounds how long connecting takes; all else is bounded by the deadline of each call."""
+    return httpx.AsyncClient(
+        headers=client_headers(),
+        timeout=httpx.Timeout(None, connect=5.0),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30.0),
+        trust_env=False,  # search servers stand in one's own network, not behind HTTP_PROXY
+    )
 
 
 def encode_json(value: Any) -> bytes:
