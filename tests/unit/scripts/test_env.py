@@ -50,11 +50,13 @@ class Repository:
             folder.mkdir(parents=True)
         for name in ("scripts/env.sh", "scripts/check_pins.py", "train_grpo.sh"):
             shutil.copy(ROOT / name, root / name)
-        for name, version in (("tinydep", "1.0"), ("tinydep", "2.0"), ("tinytest", "1.0"), ("tinygpu", "1.0")):
-            write_wheel(wheels, name, version)
+        for name in ("tinydep", "tinytest", "tinygpu", "tinyvllm"):
+            write_wheel(wheels, name, "1.0")
+        write_wheel(wheels, "tinydep", "2.0")
         self.write("requirements.txt", "tinydep==1.0  # as small as it gets\n")
         self.write("requirements-test.txt", "tinytest==1.0\n")
         self.write("requirements-gpu.txt", "tinygpu==1.0\n")
+        self.write("requirements-vllm-cpu.txt", "tinyvllm==1.0\n")
         self.write("setup.py", "# what the editable install is made from\n")
         self.write("backend.py", BACKEND)
         self.write("pyproject.toml", '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n')
@@ -195,10 +197,18 @@ def test_part_is_added_to_what_is_there_and_a_new_pin_is_followed(repo: Reposito
     repo.write("requirements.txt", "tinydep==2.0\n")
     code, _, err = repo.set_up("test", CONDA_PREFIX=sys.prefix)
     assert code == 0, err
-    assert "does not fit (tinydep is missing; tinytest is missing)" in err
+    assert "does not fit (tinydep is missing; tinytest is missing and 1 more)" in err
     assert "virtual environment" not in err
     assert repo.python("import tinydep, tinytest; print(tinydep.version, tinytest.version)") == "2.0 1.0"
+    assert repo.python("import tinyvllm; print(tinyvllm.version)") == "1.0"
     assert repo.set_up("run")[2].count("\n") == 1  # what is there includes what is asked
+
+
+def test_vllm_without_a_gpu_comes_when_asked_for(tmp_path: Path) -> None:
+    other = Repository(tmp_path)
+    code, _, err = other.set_up("vllm")
+    assert (code, other.python("import tinydep, tinyvllm; print(tinyvllm.version)")) == (0, "1.0"), err
+    assert other.set_up("run")[2].count("\n") == 1
 
 
 def test_gpu_brings_its_part_and_its_profile(repo: Repository) -> None:

@@ -143,7 +143,7 @@ class RolloutConfig:
     gpu_memory_utilization: Share = 0.4
     tensor_model_parallel_size: Positive = 1
     enforce_eager: bool = False
-    max_batch_size: Positive = 256  # sequences generated at once (HF engine)
+    max_batch_size: Positive = 256  # sequences an engine generates at once
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
 
 
@@ -297,6 +297,7 @@ class TrainerConfig:
     resume_mode: str = "auto"  # auto | disable | a path to a global_step_N folder
     default_local_dir: str = ""  # "": outputs/{project_name}/{experiment_name} in the repository
     max_ckpt_to_keep: Positive | None = 3
+    async_rollout: Annotated[int, Range(0, 1)] = 0  # steps that generation runs ahead of the update
     deterministic: bool = False
     seed: NonNegative = 1
 

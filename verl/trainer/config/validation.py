@@ -193,6 +193,16 @@ def _trainer(config: Config) -> Iterator[str]:
             "actor_rollout_ref.model.target_modules is empty, so LoRA would train nothing; set "
             "[q_proj,k_proj,v_proj,o_proj], or use_lora=false for full fine-tuning"
         )
+    if trainer.async_rollout and not config.algorithm.rollout_correction.rollout_is:
+        yield (
+            "trainer.async_rollout=1 trains on episodes of the weights before the last update, which needs correction; "
+            "set algorithm.rollout_correction.rollout_is=token, or async_rollout=0"
+        )
+    if trainer.async_rollout and config.algorithm.adv_estimator == "remax":
+        yield (
+            "algorithm.adv_estimator=remax needs greedy episodes while trainer.async_rollout=1 generates the next "
+            "batch on the same engines; set async_rollout=0, or another estimator"
+        )
     if model.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         yield (
             "actor_rollout_ref.model.attn_implementation=flash_attention_2 needs flash-attn, which isn't installed; "
@@ -237,5 +247,16 @@ def _odd(config: Config) -> Iterator[str]:
         )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield "actor_rollout_ref.actor.kl_loss_coef=0: the KL is computed, not used; use_kl_loss=false saves its pass"
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "hf" and (rollout.top_p < 1 or rollout.top_k):
+        yield (
+            f"actor_rollout_ref.rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: vLLM gives log-probs of what is "
+            "left of the distribution, the trainer those of the whole; with 1 and 0 both are the same"
+        )
+    if rollout.name == "vllm" and config.trainer.deterministic:
+        yield (
+            "trainer.deterministic=true fixes vLLM's draws, not the last bit of its log-probs, which depend on which "
+            "requests meet in a batch; actor_rollout_ref.rollout.name=hf fixes both"
+        )
     if config.data.train_files and not config.data.val_files and not config.trainer.val_only:
         yield "data.val_files is empty, so nothing is validated"

@@ -5,8 +5,10 @@ import logging
 import math
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,20 @@ class Stopwatch:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
 
+def in_background(action: Callable[[], Any]) -> futures.Future:
+    """``action()`` in a thread that doesn't keep the process alive (an executor's would, to the end of its work)."""
+    future: futures.Future = futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # Ctrl-C too: whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 class RayPPOTrainer:
     """One run: its data, its workers, and what it has learned so far.
 
@@ -105,6 +121,7 @@ class RayPPOTrainer:
         self.step = self._saved = 0
         self._interrupted = self._updating = False
         self._healthy, self._rollbacks = True, 0
+        self._ahead: futures.Future | None = None  # with trainer.async_rollout: the next step's episodes
         if self.train_set:
             self.stream = QuestionStream(
                 self.train_set,
@@ -228,7 +245,7 @@ class RayPPOTrainer:
             best = f"; the last healthy checkpoint is {folder}" if folder else ""
             self.tracking.say(f"halted {why}: {self.monitor.complaint}{best}", warn=True)
             return False
-        self._updating = True
+        self._updating, self._ahead = True, None  # what the rejected weights have generated goes with them
         self.actor.load_checkpoint(str(folder))
         self.curriculum.load_state_dict(load_json(folder / "trainer.json")["curriculum"])
         self.sync(self.step)
@@ -247,9 +264,14 @@ class RayPPOTrainer:
         """One step, from questions to new weights in every engine. Returns its metrics."""
         watch = Stopwatch(self.tracking.status)
         with watch("step"):
-            self.rollouts.step_metrics(1.0)  # what validation did since is not this step's
-            sample, left_out, filtered = self.sample(step, watch)
-            worked = self.rollouts.step_metrics(watch.seconds["gen"])
+            if self._ahead is None:
+                made = self._make(step, watch)
+            else:
+                made, self._ahead = self._ahead.result(), None
+            (sample, left_out, filtered), worked, gen_s = made
+            drawn = self.stream.state_dict()  # a run that resumes after this step draws the next batch again
+            if self.config.trainer.async_rollout and step < self.total_steps:
+                self._ahead = in_background(lambda: self._make(step + 1, Stopwatch(lambda phase: None)))
             batch = sample.batch
             batch.meta_info |= self._meta(step)
             if not self.on_policy:
@@ -268,19 +290,30 @@ class RayPPOTrainer:
             self._updating = True  # from here to the next whole step the weights belong to none
             with watch("update_actor"):
                 updated = self.update(batch)
+            if self._ahead is not None:  # its episodes end with the weights that they began with
+                with watch("gen"):
+                    futures.wait([self._ahead])
             with watch("update_weights"):
                 self.sync(step)
-            self.step, self._stream_state, self._updating = step, self.stream.state_dict(), False
+            self.step, self._stream_state, self._updating = step, drawn, False
             with watch("monitor"):
                 metrics = self.learn(sample, left_out, updated) | updated | filtered
         metrics |= timing_metrics(watch.seconds)
         metrics |= worked
         beside = left_out.batch.batch["response_mask"].sum().item() if left_out else 0.0
-        metrics |= throughput_metrics(batch.batch, watch.seconds, self.actor.world_size, beside)
+        metrics |= throughput_metrics(batch.batch, watch.seconds | {"gen": gen_s}, self.actor.world_size, beside)
         self.write_rollouts(f"rollout_step_{step}.json", sample, left_out)
         return metrics
 
     # ------------------------------------------------------------------------------------------------ a step's phases
+    def _make(
+        self, step: int, watch: Stopwatch
+    ) -> tuple[tuple[Sample, Sample | None, dict[str, float]], dict[str, float], float]:
+        """(what ``sample`` gives, what the rollout workers did for it, seconds of generating)"""
+        self.rollouts.step_metrics(1.0)  # what validation did since is not this step's
+        sampled, gen_s = self.sample(step, watch), watch.seconds["gen"]
+        return sampled, self.rollouts.step_metrics(gen_s), gen_s
+
     def sample(self, step: int, watch: Stopwatch) -> tuple[Sample, Sample | None, dict[str, float]]:
         """Episodes to train on; with ``algorithm.filter_groups`` also those left out, and how it went."""
 
@@ -316,7 +349,11 @@ class RayPPOTrainer:
             first=first,
         )
         episodes = self._play(requests)
-        assert all(episode.version in (step - 1, -1) for episode in episodes), "an engine holds another step's weights"
+        behind = 1 if self.config.trainer.async_rollout else 0
+        versions = {turn.version for episode in episodes for turn in episode.turns}
+        assert len(versions) <= 1 and versions <= set(range(step - 1 - behind, step)), (
+            f"step {step} was generated with the weights of steps {versions}"
+        )
         if all(episode.finish == "error" for episode in episodes):
             raise RuntimeError(f"every episode of step {step} failed; the first one: {episodes[0].error}")
         return episodes
@@ -334,12 +371,14 @@ class RayPPOTrainer:
         return noise_probability(self.config.curriculum.search_noise, step, self.total_steps)
 
     def _play(self, requests: Sequence[Any]) -> list[Episode]:
-        checked = time.monotonic()
+        checked, alone = time.monotonic(), threading.current_thread() is threading.main_thread()
 
         def tick(done: int) -> None:
             nonlocal checked
             if self._interrupted:
                 raise KeyboardInterrupt
+            if not alone:  # beside an update, which has its own status and calls the actor
+                return
             self.tracking.status(f"{done} of {len(requests)} episodes")
             if time.monotonic() - checked > ACTOR_CHECK_S:  # a dead actor shows by itself only when it is called
                 self.actor.check()
@@ -440,6 +479,8 @@ class RayPPOTrainer:
             episodes, info = episodes + left_out.episodes, join_info([info, left_out.info])
         metrics = batch_metrics(tensors) | reward_metrics(info) | self.curriculum.metrics()
         metrics |= episode_metrics(episodes)
+        played = [episode.version for episode in episodes if episode.version >= 0]
+        metrics["rollout/staleness"] = self.step - 1 - float(np.mean(played))
         log_probs = tensors["rollout_log_probs"], tensors["old_log_probs"], tensors["response_mask"]
         metrics |= rollout_gap_metrics(*log_probs, self.config.algorithm.rollout_correction.rollout_is_threshold)
         metrics |= noise_metrics(episodes, self._noise_probability(self.step))

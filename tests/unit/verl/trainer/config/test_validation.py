@@ -35,6 +35,12 @@ REFUSED = [
         "a curriculum stage of 6 tool turns can't have min_turns=7",
     ),
     ("curriculum.enable=true reward_model.min_turns=2", "a curriculum stage of 1 tool turns can't have min_turns=2"),
+    ("trainer.async_rollout=1", "async_rollout=1 trains on .* needs correction; set .*rollout_is=token"),
+    (
+        "trainer.async_rollout=1 algorithm.rollout_correction.rollout_is=token algorithm.adv_estimator=remax",
+        "remax needs greedy episodes while trainer.async_rollout=1",
+    ),
+    ("trainer.async_rollout=2", "async_rollout=2 is out of range"),
     ("trainer.experiment_name=a/b", "names a folder, so it can't be empty or hold a slash"),
     ("trainer.experiment_name=..", "names a folder"),
     ("trainer.project_name=''", "names a folder"),
@@ -67,6 +73,7 @@ def test_impossible_combinations_are_refused(line, message):
         "curriculum.enable=true",
         "curriculum.enable=true curriculum.steps=[5,9] curriculum.thresholds=[]",
         "curriculum.thresholds=[0.2]",
+        "trainer.async_rollout=1 algorithm.rollout_correction.rollout_is=sequence",
     ],
 )
 def test_their_neighbours_are_accepted(line):
@@ -89,6 +96,8 @@ def test_the_defaults_are_sound():
         ("actor_rollout_ref.actor.llds_coef=0.1", "llds_coef=0.1 has no effect where a batch is one optimizer step"),
         ("actor_rollout_ref.actor.kl_loss_coef=0", "use_kl_loss=false saves its pass"),
         ("data.train_files=[x]", "data.val_files is empty"),
+        ("actor_rollout_ref.rollout.top_p=0.9", "vLLM gives log-probs of what is left of the distribution"),
+        ("actor_rollout_ref.rollout.name=vllm trainer.deterministic=true", "not the last bit .*rollout.name=hf fixes"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=256", "ppo_mini_batch_size=256 is more than .*; taking 16"),
     ],
 )

@@ -311,7 +311,7 @@ def test_other_versions_are_refused_with_the_range_that_works(monkeypatch):
     config = Config(actor_rollout_ref=ActorRolloutRefConfig(rollout=RolloutConfig(name="vllm")))
     monkeypatch.setattr(rollout.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(rollout.metadata, "version", lambda name: "0.33.1")
-    with pytest.raises(ValueError, match=r"vllm 0\.33\.1 is installed.*works with 0\.32\.x.*rollout\.name=hf"):
+    with pytest.raises(ValueError, match=r"vllm 0\.33\.1 is installed.*0\.32\.x is what works.*rollout\.name=hf"):
         build_engine(config, "cpu")
     monkeypatch.setattr(rollout.metadata, "version", lambda name: "0.32.4")
     assert vllm_problem() is None
