@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ COMMANDS = {
     "search": "what a search engine finds, as a table",
     "browse": "what the reading agent takes from a page",
     "ask": "let the trained agent answer a question, and watch it think and search",
+    "serve": "the trained agent as an OpenAI-compatible chat endpoint",
 }
 
 
@@ -24,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    options = parser.parse_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    options.overrides = [text for text in rest if re.match(r"\+*[\w.]+=", text)]
+    if wrong := [text for text in rest if text not in options.overrides]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         return options.run(options)

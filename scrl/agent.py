@@ -64,15 +64,15 @@ class Agent:
         self._numbers = itertools.count()
 
     async def open(self) -> "Agent":
-        """Load model and search, quietly. Raises ValueError for what can't be loaded or a search that doesn't answer."""
+        """Load model and search, quietly. Raises ValueError for what can't be loaded, or doesn't answer."""
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         await self._worker.ready(self._weights, version=1)
         return self
 
-    async def answer(self, question: str, listener: EpisodeListener | None = None, temperature: float = 0.0) -> Episode:
-        """Play one episode. Raises ValueError for a question that is empty or doesn't fit."""
+    def encode(self, question: str) -> list[int]:
+        """The prompt's token ids. Raises ValueError for a question that is empty or doesn't fit."""
         if not question.strip():
             raise ValueError("there is no question")
         prompt_ids = encode_prompt(self.tokenizer, question, self.config.tools)
@@ -82,6 +82,11 @@ class Agent:
                 f"the question is too long: {len(prompt_ids)} tokens with the instructions, and "
                 f"data.max_prompt_length={longest}; ask in fewer words"
             )
+        return prompt_ids
+
+    async def answer(self, question: str, listener: EpisodeListener | None = None, temperature: float = 0.0) -> Episode:
+        """Play one episode. Raises ValueError as ``encode`` does."""
+        prompt_ids = self.encode(question)
         request = EpisodeRequest(
             uid=f"ask-{time.time_ns()}",
             sample_index=0,

@@ -39,7 +39,6 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", type=Path, help="a PEFT adapter or a checkpoint; default: the demo's latest one")
     parser.add_argument("--search-engine", metavar="NAME", help="default: the run's")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of verl/trainer/config/ppo_trainer.yaml")
 
 
 def open_agent(options: argparse.Namespace) -> Agent:
@@ -120,6 +119,10 @@ def sources(episode: Episode) -> list[tuple[str, str]]:
     return list(dict.fromkeys(source for turn in episode.turns for source in turn.sources))
 
 
+def why_no_answer(episode: Episode) -> str:
+    return episode.error or (episode.turns[-1].reason if episode.turns else "") or "no room was left for one"
+
+
 def run(options: argparse.Namespace) -> int:
     if not options.chat and not options.question.strip():
         raise ValueError('there is no question; python -m scrl ask "a question", or --chat')
@@ -156,8 +159,7 @@ async def _ask(agent: Agent, question: str, temperature: float, console: Console
     episode = await agent.answer(question, ConsoleListener(console, agent.tokenizer), temperature)
     saved = agent.save(episode)
     if episode.answer is None:
-        reason = episode.error or (episode.turns[-1].reason if episode.turns else "") or "no room was left"
-        console.print(f"[red]no answer[/] ({episode.finish}): {plain(reason)}")
+        console.print(f"[red]no answer[/]: {plain(why_no_answer(episode))}")
     else:
         console.print(f"\n[bold green]{plain(episode.answer)}[/]")
         for number, (title, url) in enumerate(sources(episode), start=1):

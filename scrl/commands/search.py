@@ -30,7 +30,6 @@ def add_handler_arguments(parser: argparse.ArgumentParser) -> None:
     """What every command with a search handler takes."""
     parser.add_argument("--engine", default="local", metavar="NAME", help="several, as a,b: in order of preference")
     parser.add_argument("--topk", type=int, help="results (default 3)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of scrl/handler/config.yaml")
 
 
 def handler_config(options: argparse.Namespace, *defaults: str) -> HandlerConfig:

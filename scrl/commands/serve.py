@@ -1,0 +1,170 @@
+"""The trained agent as an OpenAI-compatible chat endpoint: POST /v1/chat/completions, streaming or not; GET /v1/models.
+
+    python -m scrl serve                       the demo's latest checkpoint at http://127.0.0.1:8000/v1
+    python -m scrl serve --model Qwen/Qwen2.5-3B-Instruct --adapter PATH --port 8080
+
+The agent answers the last user message; it was trained on single questions. Thoughts and searches are streamed as
+``reasoning_content``, the answer with its sources as ``content``. On another address than 127.0.0.1 (``--host``)
+SCRL_TOKEN must be set, and is the API key.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from scrl.agent import Agent
+from scrl.commands.ask import ThoughtText, add_agent_arguments, open_agent, sources, why_no_answer
+from scrl.types import Episode, Turn
+
+MAX_AT_ONCE = 64  # episodes; further requests wait
+MODEL = "miniresearcher"
+
+
+class Message(BaseModel):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(str(part.get("text", "")) for part in self.content if part.get("type") == "text")
+        return self.content or ""
+
+
+class ChatRequest(BaseModel):
+    """Of OpenAI's fields those that mean something here; others are ignored."""
+
+    messages: list[Message] = Field(min_length=1, max_length=1000)
+    stream: bool = False
+    temperature: float | None = Field(None, ge=0, le=2)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    add_agent_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from scrl.handler.http_service import serve
+
+    agent = open_agent(options)
+    return serve(create_app(agent, options.temperature), options.host, options.port, "chat endpoint (/v1)")
+
+
+class QueueListener:
+    """Puts what the episode says into a queue, as pieces of reasoning, from whatever thread it comes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        self._thought, self._loop = ThoughtText(tokenizer), asyncio.get_running_loop()
+
+    def token(self, token_id: int) -> None:
+        if piece := self._thought.add(token_id):
+            self._loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+    def turn(self, turn: Turn) -> None:
+        self._thought = ThoughtText(self._thought.tokenizer)
+        if turn.tool_call:
+            (asked,) = turn.tool_call.arguments.values()
+            self._say(f"\n{turn.tool_call.name}: {' · '.join(asked)}\n")
+
+    def observation(self, turn: Turn) -> None:
+        self._say("".join(f"- {title} {url}\n" for title, url in turn.sources) or f"{turn.observation}\n")
+
+    def _say(self, text: str) -> None:
+        self._loop.call_soon_threadsafe(self.pieces.put_nowait, text)
+
+
+def create_app(agent: Agent, temperature: float = 0.0) -> Any:
+    """The endpoint over ``agent``, which it opens at its start and closes at its end."""
+    from fastapi import FastAPI
+    from fastapi.responses import StreamingResponse
+
+    from scrl.handler.http_service import json_response, make_app
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await agent.open()
+        yield
+        agent.close()
+
+    app = make_app("chat endpoint", lifespan)
+    at_once = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def answer(question: str, listener: QueueListener, warmth: float) -> Episode:
+        try:
+            async with at_once:
+                return await agent.answer(question, listener, warmth)
+        finally:
+            listener.pieces.put_nowait(None)
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": MODEL}]})
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: ChatRequest) -> Any:
+        question = next((m.text() for m in reversed(request.messages) if m.role == "user"), "")
+        try:
+            agent.encode(question)
+        except ValueError as error:
+            return json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, 400)
+        listener = QueueListener(agent.tokenizer)
+        warmth = temperature if request.temperature is None else request.temperature
+        episode = asyncio.ensure_future(answer(question, listener, warmth))
+        if request.stream:
+            return StreamingResponse(_events(episode, listener), media_type="text/event-stream")
+        reasoning = "".join([piece async for piece in _pieces(listener)])
+        finished = await episode
+        message = {"role": "assistant", "content": _content(finished), "reasoning_content": reasoning}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return json_response(_head(finished.uid, "chat.completion") | {"choices": [choice], "usage": _usage(finished)})
+
+    return app
+
+
+async def _pieces(listener: QueueListener) -> AsyncIterator[str]:
+    while (piece := await listener.pieces.get()) is not None:
+        yield piece
+
+
+async def _events(episode: "asyncio.Future[Episode]", listener: QueueListener) -> AsyncIterator[str]:
+    """Server-sent events in OpenAI's form. A client that goes away ends its episode."""
+    name = f"chatcmpl-{time.time_ns()}"
+
+    def event(delta: dict[str, str], finish: str | None = None) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        return f"data: {json.dumps(_head(name, 'chat.completion.chunk') | {'choices': [choice]})}\n\n"
+
+    try:
+        yield event({"role": "assistant"})
+        async for piece in _pieces(listener):
+            yield event({"reasoning_content": piece})
+        yield event({"content": _content(await episode)})
+        yield event({}, "stop")
+        yield "data: [DONE]\n\n"
+    finally:
+        episode.cancel()
+
+
+def _content(episode: Episode) -> str:
+    if episode.answer is None:
+        return f"No answer: {why_no_answer(episode)}"
+    found = "\n".join(f"{n}. {title} {url}" for n, (title, url) in enumerate(sources(episode), start=1))
+    return episode.answer + (f"\n\nSources:\n{found}" if found else "")
+
+
+def _head(name: str, kind: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _usage(episode: Episode) -> dict[str, int]:
+    sampled = sum(episode.response_mask)
+    prompt = len(episode.prompt_ids) + len(episode.response_ids) - sampled
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,0 +1,150 @@
+"""The commands by hand: the demo's corpus is searched and browsed, the demo's policy answers, mistakes are a sentence."""
+
+import argparse
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from rich.console import Console
+
+from scrl.__main__ import main
+from scrl.agent import Agent, find_run, latest_checkpoint, read_adapter
+from scrl.commands import ask
+from scrl.commands.serve import create_app
+from scrl.types import Episode, Turn
+from verl.trainer.config import load_config
+
+ROOT = Path(__file__).resolve().parents[4]
+QUESTION = "In which city was the director of The Ashen Valley born?"
+
+
+class Bytes:
+    """A tokenizer whose ids are UTF-8 bytes."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+def pieces(text: str) -> list[str]:
+    thought = ask.ThoughtText(Bytes())
+    return [thought.add(byte) for byte in text.encode()]
+
+
+def test_a_thought_is_told_as_it_comes_and_its_action_is_not() -> None:
+    assert "".join(pieces("I see.</think>\n<answer>x</answer>")) == "I see."
+    assert "".join(pieces("a </thin b")) == "a </thin b"
+    assert pieces("é<") == ["", "é", ""]  # half a character, and what may begin the tag, wait
+
+
+def test_search_shows_the_page_and_browse_its_text(capsys: pytest.CaptureFixture) -> None:
+    assert main(["search", "The Ashen Valley", "--topk", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "The Ashen Valley" in shown and "film.demo.example" in shown and "2 results" in shown
+    url = "https://film.demo.example/The_Ashen_Valley"
+    assert main(["browse", url, "--engine", "local", "--question", "Who directed it?"]) == 0
+    assert "directed by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["search", ""], "nothing to search for"),
+        (["search", "x", "--engine", "nowhere"], "'nowhere' is no engine"),
+        (["search", "x", "topk=0"], "topk=0 is too small"),
+        (["ask"], "there is no question"),
+        (["ask", "x", "--adapter", "no/such/folder", "--model", "data/demo/policy"], "holds no PEFT adapter"),
+        (["ask", "x", "--model", "no/such/model"], "no/such/model"),
+        (["ask", "x", "--model", "data/demo/policy", "--temperature", "-1"], "is below 0"),
+        (["ask", "x", "--model", "data/demo/policy", "max_trns=3"], "did you mean max_turns?"),
+        (["ask", "word " * 2000, "--model", "data/demo/policy"], "the question is too long"),
+        (
+            ["ask", "x", "--model", "data/demo/policy", "search.mode=http", "search.server_url=http://127.0.0.1:9"],
+            "search.server_url=http://127.0.0.1:9",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr().err.strip()
+    assert words in told and "Traceback" not in told
+    assert len(told.splitlines()) == 1
+
+
+def test_without_a_checkpoint_the_remedy_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="train first"):
+        latest_checkpoint(tmp_path)
+    for name in ("global_step_9", "global_step_10", "global_step_x"):
+        (tmp_path / "checkpoints" / name / "adapter").mkdir(parents=True)
+    assert latest_checkpoint(tmp_path).name == "global_step_10"  # by number, not by name
+    assert find_run(tmp_path / "checkpoints" / "global_step_10") is None
+    (tmp_path / "config.yaml").write_text("{}")
+    assert find_run(tmp_path / "checkpoints" / "global_step_10" / "adapter") == tmp_path / "config.yaml"
+    with pytest.raises(ValueError, match="holds no PEFT adapter"):
+        read_adapter(tmp_path)
+
+
+def test_a_page_can_neither_mark_up_nor_steer_the_terminal() -> None:
+    out = Console(file=io.StringIO(), width=100)
+    listener = ask.ConsoleListener(out, Bytes())
+    listener.observation(Turn("tool_call", sources=[("[red]x[/red]\x1b[2J", "https://a.example/[link]")]))
+    shown = out.file.getvalue()
+    assert "[red]x[/red]" in shown and "\x1b" not in shown and "[link]" in shown
+
+
+@pytest.fixture(scope="module")
+def agent() -> Agent:
+    overrides = ["profile=cpu_demo", "actor_rollout_ref.model.path=data/demo/policy", "max_turns=1"]
+    return Agent(load_config(overrides))
+
+
+def test_chat_endpoint_streams_thoughts_and_answers_as_openai_does(agent: Agent) -> None:
+    asked = {"model": "any", "messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]}
+    with TestClient(create_app(agent)) as client:
+        whole = client.post("/v1/chat/completions", json=asked).json()
+        message = whole["choices"][0]["message"]
+        assert message["content"] and message["reasoning_content"]
+        assert whole["usage"]["completion_tokens"] > 0
+        lines = client.post("/v1/chat/completions", json=asked | {"stream": True}).text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        deltas = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+        assert deltas[-1]["finish_reason"] == "stop"
+        # Greedy: the stream says what the whole reply said.
+        assert "".join(d["delta"].get("reasoning_content", "") for d in deltas) == message["reasoning_content"]
+        assert "".join(d["delta"].get("content", "") for d in deltas) == message["content"]
+        assert client.get("/v1/models").json()["data"][0]["id"] == "miniresearcher"
+        refused = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "w " * 4000}]})
+        assert refused.status_code == 400 and "too long" in refused.json()["error"]["message"]
+
+
+def test_an_episode_is_saved_as_rollout_files_are(agent: Agent, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("verl.trainer.config.paths.REPO_ROOT", tmp_path)
+    turn = Turn("answer", "<think>I know.</think><answer>Kopim</answer>", "I know.", answer="Kopim", span=(0, 1))
+    episode = Episode("ask-1", 0, 0, QUESTION, [], "ask", [1, 2], [3], [1], [-0.5], [turn], "answer")
+    (row,) = json.loads((Path.cwd() / agent.save(episode)).read_text())
+    assert row["question"] == QUESTION and row["answer"] == "Kopim" and row["turns"][0]["think"] == "I know."
+
+
+def test_ctrl_c_ends_cleanly(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    def interrupted(options: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ask, "run", interrupted)
+    assert main(["ask", "x"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+def test_asyncio_loop_is_left_alone_by_opening_twice(agent: Agent) -> None:
+    """An agent is opened inside the loop that will use it."""
+    own = Agent(agent.config)
+
+    async def play() -> Episode:
+        await own.open()
+        try:
+            return await own.answer(QUESTION)
+        finally:
+            own.close()
+
+    assert asyncio.run(play()).turns
