@@ -51,7 +51,7 @@ class _Server:
     down: asyncio.Event = field(default_factory=asyncio.Event)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)  # set: check its health now
     health_failures: int = 0  # in a row
-    error: str = ""  # why it is down
+    error: str = ""  # the last that went wrong, above all why it is down
     outstanding: int = 0  # calls it was asked and hasn't answered
     answered: int = 0
     moved: int = 0  # calls taken from it to the others
@@ -104,7 +104,8 @@ class Balancer:
         """The answered items, in order, within ``timeout_s``. What can't be answered says so in its own place."""
         started = time.monotonic()
         batch = _Batch(items, started, started + timeout_s, [None] * len(items))
-        await self._share_out(batch, range(len(items)), {})
+        if items:
+            await self._share_out(batch, range(len(items)), {})
         answers = [answer for answer in batch.answers if answer is not None]
         assert len(answers) == len(items)
         return answers
@@ -191,8 +192,11 @@ class Balancer:
             self._mark_down(server, error)
             raise _Unreachable from error
         except httpx.TransportError as error:  # a connection that broke; whether it is dead its health will tell
+            server.error = str(error) or type(error).__name__
             server.suspect.set()
             raise _Unreachable from error
+        except httpx.HTTPError as error:  # a body that can't be decoded
+            raise _Refused(f"{server.url} sent {type(error).__name__}: {error}") from error
         finally:
             post.cancel()
             down.cancel()
@@ -212,7 +216,7 @@ class Balancer:
             server.suspect.clear()
             try:
                 reply = await self._client.get(server.url + "/health", timeout=HEALTH_TIMEOUT_S)
-            except httpx.TransportError as error:
+            except httpx.HTTPError as error:
                 server.health_failures += 1
                 if isinstance(error, httpx.ConnectError) or server.health_failures >= HEALTH_FAILURES:
                     self._mark_down(server, error)

@@ -209,6 +209,7 @@ async def test_a_broken_connection_is_tried_again_on_a_lone_server():
         http_reply(200, '{"query_contents": [1, 2, 3]}'),
         http_reply(200, "[" * 200_000),
         http_reply(401, '{"error": "the token is missing"}'),
+        http_reply(200, "no gzip").replace(b"Content-", b"Content-Encoding: gzip\r\nContent-", 1),
     ],
 )
 async def test_a_server_that_lies_is_asked_no_more_for_that_call_but_stays_up(reply):
