@@ -10,6 +10,7 @@ or send it to somebody. A run that is still going can be reported at any time. W
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +26,21 @@ from verl.utils.report.source import open_runs
 
 @contextmanager
 def progress_bar() -> Iterator:
-    """A callback for ``build``: a bar on a terminal, nothing elsewhere."""
+    """A callback for ``build``: a bar on a terminal, elsewhere a line each 15 s."""
+    said = time.monotonic()
+
+    def line(what: str, done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > 15:
+            said = time.monotonic()
+            print(f"{what}: {done} of {total} files", file=sys.stderr, flush=True)
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    if not console.is_terminal:
+        yield line
+        return
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
@@ -39,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="HTML file to write (default: report.html in the first run's folder)")
     parser.add_argument("--max-mb", type=float, default=10.0, help="largest size of the file (default: %(default)g)")
     args = parser.parse_args(argv)
+    if not 0 < args.max_mb < float("inf"):
+        parser.error(f"--max-mb {args.max_mb:g} is no size; give the megabytes that the file may have, such as 10")
     try:
         runs = open_runs(args.runs)
         first = args.runs[0].expanduser()
@@ -47,8 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = build(runs, int(args.max_mb * MB), progress)
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-        unfinished.write_text(report.html, encoding="utf-8")
-        unfinished.replace(out)
+        try:
+            unfinished.write_text(report.html, encoding="utf-8")
+            unfinished.replace(out)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except (ValueError, OSError) as error:  # OSError: the page can't be written there
         print(error, file=sys.stderr)
         return 1

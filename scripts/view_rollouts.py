@@ -33,7 +33,7 @@ COLUMNS = ("step", "#", "score", "finish", "searches", "question", "answer")
 class Viewer(App[None]):
     """Episodes above, the chosen one below."""
 
-    TITLE = "rollouts"
+    ENABLE_COMMAND_PALETTE = False
     CSS = """
     DataTable { height: 2fr; min-height: 6; }
     #episode { height: 3fr; border-top: solid $primary; padding: 0 1; }
@@ -77,8 +77,6 @@ class Viewer(App[None]):
     def _fill(self) -> None:
         self.table.clear()
         self.table.add_rows(map(cells, self.shown))
-        self.table.border_subtitle = f"{len(self.shown)} of {len(self.everything)}"
-        self.sub_title = self.table.border_subtitle
         self._draw()
 
     @property
@@ -91,7 +89,11 @@ class Viewer(App[None]):
             text.update(draw_episode(self.shown[self.place], self.with_results))
         else:
             text.update("No episode fits the filter; / changes it.")
-        self.query_one("#episode").scroll_home(animate=False)
+        box = self.query_one("#episode")
+        box.border_title = f"{self.place + 1 if self.shown else 0} of {len(self.shown)}"
+        if len(self.shown) < len(self.everything):
+            box.border_title += f" that fit the filter, {len(self.everything)} in all"
+        box.scroll_home(animate=False)
 
     def on_data_table_row_highlighted(self) -> None:
         self._draw()

@@ -134,12 +134,18 @@ ODD = [None, 7, "text", [], {}, [1], {"turns": 3, "reward": [], "question": 5, "
 
 def test_rows_of_any_shape_are_read_or_counted(tmp_path):
     turns = [None, {"queries": "q", "tool_call": {"arguments": {"query": 3}}, "search_ok": None, "tokens": 4}]
-    more = {"turns": turns, "advantage": ["x", 2], "reward": {"phi": [0, None], "f1": float("nan"), "by_turn": [1]}}
+    more = {
+        "filtered": True,
+        "turns": turns,
+        "advantage": ["x", 2],
+        "reward": {"phi": [0, None], "f1": float("nan"), "by_turn": [1]},
+    }
     file = tmp_path / "rollout_step_1.json"
     file.write_text(json.dumps([*ODD, more]))
     episodes, problems = read_rollout(RolloutFile(1, "train", file))
     assert problems == ["rollout_step_1.json: 5 of 8 rows were left out, they are no episodes"]
     assert [(e.question, e.golds, e.f1) for e in episodes] == [("", [], None), ("5", ["Ann"], None), ("", [], None)]
+    assert [one.filtered for one in episodes] == [False, False, True]
     (turn,) = episodes[2].turns
     assert (turn.asked, turn.ok, turn.tokens, turn.advantage, turn.phi, turn.parts) == ([], True, None, None, None, {})
 

@@ -92,7 +92,8 @@ def test_an_episode_is_drawn_with_what_its_turns_earned(write_run):
     drawn = text_of(draw_episode(first, results=False))
     assert "turn 1 · web_search   pbrs +0.50   advantage +1.00   Φ 0.00 → 0.50" in drawn
     assert "⌕ mayor 1" in drawn and "· Page 1" in drawn and "→ Bo" in drawn
-    assert "The mayor of Oslo" not in drawn
+    assert "The mayor of Oslo" not in drawn and "not trained on" not in drawn
+    assert "not trained on" in text_of(draw_episode(episode(filtered=True), results=False))
     assert "The mayor of Oslo" in text_of(draw_episode(first, results=True))
 
 
@@ -116,6 +117,7 @@ async def test_keys_page_jump_filter_and_show_results(write_run):
         await pilot.press("enter")
         assert [one.sample for one in app.shown] == [1, 3, 1, 3]
         assert app.focused is app.table
+        assert app.query_one("#episode").border_title == "1 of 4 that fit the filter, 26 in all"
         app.query_one(view.Input).value = "nothing has this word"
         await pilot.press("slash", "enter", "w", "n")
         assert app.shown == []

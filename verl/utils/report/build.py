@@ -212,6 +212,7 @@ def _episode_record(episode: EpisodeRecord, trim: Trim, tokens: bool) -> dict[st
     """What the table doesn't hold of an episode; empty fields are left out."""
     return {
         "error": episode.error,
+        "filtered": episode.filtered,
         "reward": {name: rounded(value) for name, value in episode.reward.items()},
         "turns": [_turn_record(turn, trim, tokens) for turn in episode.turns],
     }

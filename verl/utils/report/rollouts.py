@@ -57,7 +57,8 @@ class TurnRecord:
 
 @dataclass
 class EpisodeRecord:
-    """One episode. ``group``: the uid that its siblings share; ``reward``: every component's total, raw and as used."""
+    """One episode. ``group``: the uid that its siblings share; ``reward``: every component's total, raw and as used.
+    ``filtered``: its group taught nothing, so it was not trained on."""
 
     step: int
     split: str
@@ -74,6 +75,7 @@ class EpisodeRecord:
     score: float | None = None
     f1: float | None = None
     reward: dict[str, float] = field(default_factory=dict)
+    filtered: bool = False
     turns: list[TurnRecord] = field(default_factory=list)
 
 
@@ -183,6 +185,7 @@ def _episode(step: int, split: str, row: dict[str, Any]) -> EpisodeRecord:
         score=totals.get("score"),
         f1=totals.get("f1"),
         reward=totals,
+        filtered=row.get("filtered") is True,
         turns=turns,
     )
 

@@ -134,6 +134,8 @@ def draw_episode(episode: EpisodeRecord, results: bool) -> RenderableType:
     ]
     if rewards:
         parts.append(Text("rewards: " + "  ".join(rewards), style="dim"))
+    if episode.filtered:
+        parts.append(Text("not trained on: its group taught nothing", style="yellow"))
     if episode.error:
         parts.append(plain(episode.error, "red"))
     for place, turn in enumerate(episode.turns, start=1):

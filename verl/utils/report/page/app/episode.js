@@ -45,6 +45,7 @@ function headCard(episode, others) {
       h("span", { class: "chip num" }, plural(episode.depth, "search").replace("searchs", "searches")),
       episode.f1 === null ? null : h("span", { class: "chip num" }, `F1 ${fixed(episode.f1)}`),
       h("span", { class: "faint" }, "score"), scoreChip(episode.score),
+      episode.filtered ? h("span", { class: "chip warn" }, "not trained on: its group taught nothing") : null,
       episode.alerts.map((metric) => h("span", { class: "chip bad" }, `▲ ${metric}`)),
       compare),
     episode.error ? h("p", { class: "bad prose" }, episode.error) : null,
