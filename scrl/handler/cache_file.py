@@ -57,7 +57,7 @@ class Entry:
 
 def query_tokens(key: str) -> frozenset[str]:
     """The words of a normalised query; of scripts written without spaces, the characters."""
-    return frozenset(_WORD.findall(UNSPACED.sub(r" \1 ", key)))
+    return frozenset(_WORD.findall(key if key.isascii() else UNSPACED.sub(r" \1 ", key)))
 
 
 def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
@@ -70,7 +70,7 @@ class CacheFile:
 
     ``kind`` is what a writer takes the file for; it is fixed when the file is made, so that a recording is never
     mistaken for a cache, whose old entries go. ``kind=None`` opens for reading only, and then ``scope=None`` means the
-    only scope that the file has.
+    only scope that the file has. ``scopes`` are all of them.
 
     Raises ValueError, with the remedy, for a file that can't be used: damaged, locked, unwritable, something else.
     """
@@ -92,6 +92,7 @@ class CacheFile:
                 connections.append(self._reader)
                 self._reader.execute("PRAGMA query_only=ON")
                 _check_format(self._reader, self.path)
+                self.scopes = tuple(name for (name,) in self._read("SELECT name FROM scope ORDER BY id"))
                 self.scope = self._only_scope() if scope is None else scope
                 self._scope = self._scope_id(create=kind is not None)
         except BaseException:
@@ -117,20 +118,17 @@ class CacheFile:
         """
         blob = json.dumps(entry.rows, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
         unless = " WHERE excluded.topk > entry.topk" if keep_first else ""
-        tokens = query_tokens(entry.key)
-        with self._transaction() as write:
-            ids = write(
+        with self._transaction() as database:
+            ids = database.execute(
                 "INSERT INTO entry(scope, key, topk, created, rows) VALUES (?, ?, ?, ?, ?) ON CONFLICT(scope, key) "
                 f"DO UPDATE SET topk=excluded.topk, created=excluded.created, rows=excluded.rows{unless} RETURNING id",
                 (self._scope, entry.key, entry.topk, entry.created, blob),
             ).fetchall()
-            if ids and len(tokens) <= MAX_TOKENS:
-                for token in tokens:
-                    write(
-                        "INSERT OR IGNORE INTO token VALUES (?, ?, ?, ?)", (self._scope, token, len(tokens), ids[0][0])
-                    )
+            if ids:
+                postings = _postings(self._scope, entry.key, ids[0][0])
+                database.executemany("INSERT OR IGNORE INTO token VALUES (?, ?, ?, ?)", postings)
             if expired_before is not None:
-                _drop_expired(write, expired_before)
+                _drop_expired(database, expired_before)
 
     def similar(self, key: str, threshold: float, usable: Callable[[Entry], bool]) -> Entry | None:
         """The usable entry whose query is most like ``key``: Jaccard of the tokens at least ``threshold``.
@@ -158,8 +156,10 @@ class CacheFile:
         return None
 
     def put_failure(self, key: str, kind: str, message: str) -> None:
-        with self._transaction() as write:
-            write("INSERT OR REPLACE INTO failure VALUES (?, ?, ?, ?)", (self._scope, key, kind, _encodable(message)))
+        with self._transaction() as database:
+            database.execute(
+                "INSERT OR REPLACE INTO failure VALUES (?, ?, ?, ?)", (self._scope, key, kind, _encodable(message))
+            )
 
     def get_failure(self, key: str) -> tuple[str, str] | None:
         """(kind, message) of the last recorded search for ``key`` that failed."""
@@ -192,13 +192,13 @@ class CacheFile:
         )[0][0]
 
     @contextmanager
-    def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
         """IMMEDIATE: the write lock is waited for at the beginning, the one place where waiting can't deadlock."""
         if not self._writing.acquire(timeout=self._busy_s):  # as long as for another process, so threads fail together
             raise sqlite3.OperationalError("database is locked by another thread")
         try:
             self._writer.execute("BEGIN IMMEDIATE")
-            yield self._writer.execute
+            yield self._writer
             self._writer.execute("COMMIT")
         except BaseException:
             if self._writer.in_transaction:  # a full disk has rolled it back already
@@ -216,13 +216,13 @@ class CacheFile:
 
     def _prepare(self, kind: Kind) -> None:
         """Make the tables where the file is new; ValueError where it is another kind of file."""
-        with self._transaction() as write:
-            if not write("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        with self._transaction() as database:
+            if not database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 for statement in filter(str.strip, _TABLES.split(";")):
-                    write(statement)
-                write("INSERT INTO meta VALUES ('kind', ?)", (kind,))
-                write(f"PRAGMA application_id={_APPLICATION_ID}")
-                write(f"PRAGMA user_version={_VERSION}")
+                    database.execute(statement)
+                database.execute("INSERT INTO meta VALUES ('kind', ?)", (kind,))
+                database.execute(f"PRAGMA application_id={_APPLICATION_ID}")
+                database.execute(f"PRAGMA user_version={_VERSION}")
         _check_format(self._writer, self.path)
         found = self._writer.execute("SELECT value FROM meta WHERE name='kind'").fetchone()[0]
         if found != kind:
@@ -244,19 +244,18 @@ class CacheFile:
         self._writer.execute("PRAGMA synchronous=NORMAL")
 
     def _only_scope(self) -> str:
-        names = [name for (name,) in self._read("SELECT name FROM scope ORDER BY id")]
-        if len(names) != 1:
-            found = f"results of {len(names)} engines ({', '.join(names)})" if names else "no results"
+        if len(self.scopes) != 1:
+            found = f"results of {len(self.scopes)} engines ({', '.join(self.scopes)})" if self.scopes else "no results"
             raise ValueError(
                 f"search cache {self.path} holds {found}, and a replay needs those of one; "
                 "record into a file of its own"
             )
-        return names[0]
+        return self.scopes[0]
 
     def _scope_id(self, create: bool) -> int:
         if create:
-            with self._transaction() as write:
-                write("INSERT OR IGNORE INTO scope(name) VALUES (?)", (self.scope,))
+            with self._transaction() as database:
+                database.execute("INSERT OR IGNORE INTO scope(name) VALUES (?)", (self.scope,))
         rows = self._read("SELECT id FROM scope WHERE name=?", self.scope)
         return rows[0][0] if rows else -1
 
@@ -270,9 +269,7 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
         raise ValueError(f"{path} is a database of something else, not a search cache; give another path")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version != _VERSION:
-        raise ValueError(
-            f"search cache {path} has format {version}, not {_VERSION}; move it away, a new one is made"
-        )
+        raise ValueError(f"search cache {path} has format {version}, not {_VERSION}; move it away, a new one is made")
 
 
 def _entry(key: str, topk: int, created: float, blob: bytes) -> Entry:
@@ -287,15 +284,19 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _drop_expired(write: Callable[..., sqlite3.Cursor], before: float) -> None:
-    old = write("SELECT id, scope, key FROM entry WHERE created < ? ORDER BY created LIMIT 2", (before,)).fetchall()
-    for entry, scope, key in old:
-        tokens = query_tokens(key)
-        for token in tokens if len(tokens) <= MAX_TOKENS else ():
-            write(
-                "DELETE FROM token WHERE scope=? AND token=? AND size=? AND entry=?", (scope, token, len(tokens), entry)
-            )
-        write("DELETE FROM entry WHERE id=?", (entry,))
+def _postings(scope: int, key: str, entry: int) -> list[tuple[int, str, int, int]]:
+    """The rows of ``token`` that lead to ``entry``."""
+    tokens = query_tokens(key)
+    return [(scope, token, len(tokens), entry) for token in tokens] if len(tokens) <= MAX_TOKENS else []
+
+
+def _drop_expired(database: sqlite3.Connection, before: float) -> None:
+    old = database.execute("SELECT id, scope, key FROM entry WHERE created < ? ORDER BY created LIMIT 2", (before,))
+    for entry, scope, key in old.fetchall():
+        database.executemany(
+            "DELETE FROM token WHERE scope=? AND token=? AND size=? AND entry=?", _postings(scope, key, entry)
+        )
+        database.execute("DELETE FROM entry WHERE id=?", (entry,))
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def read_rollouts(paths: Iterable[Path | str], dropped: Counter[str]) -> Iterato
             try:
                 golds = tuple(map(str, row["ground_truths"]))
                 for turn in row["turns"]:
-                    yield from (AskedQuery(query, str(row["question"]), golds) for query in turn["queries"])
+                    yield from (AskedQuery(str(query), str(row["question"]), golds) for query in turn["queries"])
             except (KeyError, TypeError):
                 dropped["row in another format"] += 1
 

@@ -341,7 +341,10 @@ def test_a_file_damaged_while_running_is_counted_and_searches_go_on(tmp_path, ca
     engine = Engine()
     with handler_over(engine, tmp_path / "c.sqlite", cache_size=0) as handler:
         ask(handler, "a")
-        handler._cache._file._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        file = handler._cache._file
+        wait_until(lambda: file.get("a") is not None)  # saved after the answer
+        with file._writing:
+            file._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         size = (tmp_path / "c.sqlite").stat().st_size
         (tmp_path / "c.sqlite").write_bytes(b"\xff" * size)
         results = ask(handler, *"abc")
