@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_any, wait_random_exponential
 
 from scrl.handler.web_search_agent.backend import SearchError
 
@@ -49,17 +49,18 @@ class TokenBucket:
             now = self._clock()
             self._tokens = min(self._burst, self._tokens + (now - self._updated) * self._rate)
             self._updated = now
-            wait = max((1.0 - self._tokens) / self._rate, self._held_until - now, 0.0)
-            if now + wait >= deadline:
+            turn, held = max((1.0 - self._tokens) / self._rate, 0.0), self._held_until - now
+            if now + max(turn, held) >= deadline:
                 within = f"{max(deadline - now, 0):.1f} s"
-                raise SearchError(
-                    "rate_limited",
-                    f"is asked at most {self._rate:g} times a second, and has no turn free within {within}; "
-                    "raise search.rate_limit if your plan allows more",
-                    fault=False,
+                message = (
+                    f"wants no requests for {held:.0f} s"
+                    if held > turn
+                    else f"is asked at most {self._rate:g} times a second, and has no turn free within {within}; "
+                    "raise search.rate_limit if your plan allows more"
                 )
+                raise SearchError("rate_limited", message, fault=False)
             self._tokens -= 1.0
-            return wait
+            return max(turn, held)
 
     def hold(self, seconds: float) -> None:
         """No token before ``seconds`` from now: the server asked one request to wait, so the others wait too."""
@@ -153,12 +154,18 @@ class Guard:
         self._backoff = wait_random_exponential(multiplier=limits.backoff_s, max=limits.max_backoff_s)
 
     def run(self, request: Callable[[float], T], deadline: float) -> T:
-        """``request(seconds left)``, tried again where its SearchError is retryable and time is left."""
+        """``request(seconds left)``, tried again where its SearchError is retryable and time is left.
+
+        Raises the last SearchError, or ``no_backend`` without a request while the breaker is open.
+        """
         retrying = Retrying(
             retry=retry_if_exception(lambda error: isinstance(error, SearchError) and error.retryable),
             wait=self._wait,
             # tenacity has worked out the next wait before it asks whether to stop.
-            stop=lambda state: self._clock() + state.upcoming_sleep >= deadline or self._last(state),
+            stop=stop_any(
+                stop_after_attempt(self._limits.attempts),
+                lambda state: self._clock() + state.upcoming_sleep >= deadline,
+            ),
             before_sleep=lambda state: self._count("retries"),
             sleep=self._pause,
             reraise=True,
@@ -192,6 +199,3 @@ class Guard:
         error = state.outcome.exception() if state.outcome else None
         asked = error.retry_after_s if isinstance(error, SearchError) else None
         return (asked or 0.0) + self._backoff(state)
-
-    def _last(self, state: RetryCallState) -> bool:
-        return stop_after_attempt(self._limits.attempts)(state)

@@ -86,7 +86,7 @@ def test_a_family_command_line_works(caplog):
     assert config.actor_rollout_ref.rollout.top_k == 0
     assert (config.trainer.save_freq, config.trainer.test_freq) == (0, 0)
     assert config.trainer.logger == ("console", "jsonl")
-    assert config.search_engine == "rag"
+    assert config.search_engine == ("rag",)
     retired = [record.message.split(" is retired")[0] for record in caplog.records if "is retired" in record.message]
     assert retired == [
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
