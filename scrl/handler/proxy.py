@@ -51,7 +51,7 @@ class _Server:
     down: asyncio.Event = field(default_factory=asyncio.Event)
     suspect: asyncio.Event = field(default_factory=asyncio.Event)  # set: check its health now
     health_failures: int = 0  # in a row
-    error: str = ""  # the last that went wrong, above all why it is down
+    error: str = ""  # what went wrong last, above all why it is down
     outstanding: int = 0  # calls it was asked and hasn't answered
     answered: int = 0
     moved: int = 0  # calls taken from it to the others
@@ -227,6 +227,7 @@ class Balancer:
             server.health_failures = 0
             if server.down.is_set():
                 logger.warning("search server %s is back", server.url)
+                server.error = ""
                 server.down.clear()
                 async with self._recovery:
                     self._recovery.notify_all()
