@@ -23,7 +23,7 @@ from verl.workers.rollout.base import Completion, SamplingParams
 needs_vllm = pytest.mark.skipif(
     vllm_problem() is not None or torch.cuda.is_available(), reason="needs the CPU build of vLLM"
 )
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 VOCAB, RANK, ROOM = 61, 4, 300
 PROMPTS = [[1, 2, 3, 4, 5] * 30, [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 11, 12], [1, 2, 3, 4, 5] * 30, [30, 31]]
 
