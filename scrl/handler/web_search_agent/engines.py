@@ -123,9 +123,7 @@ class GoogleBackend(RemoteBackend):
     uses_region = uses_language = True
 
     def request(self, query: str, topk: int) -> Request:
-        body: dict[str, Any] = {"q": query, "num": topk}
-        body |= {"gl": self.region} if self.region else {}
-        body |= {"hl": self.language} if self.language else {}
+        body = {"q": query, "num": topk} | self.localised("gl", "hl")
         return Request("POST", self._url, headers={"X-API-KEY": self._key}, json=body)
 
     def read(self, reply: Reply) -> list[Row]:
@@ -150,8 +148,7 @@ class SerpApiBackend(RemoteBackend):
 
     def request(self, query: str, topk: int) -> Request:
         params = {"engine": "google", "q": query, "num": str(topk), "api_key": self._key}
-        params |= {"gl": self.region} if self.region else {}
-        params |= {"hl": self.language} if self.language else {}
+        params |= self.localised("gl", "hl")
         return Request("GET", self._url, params=params)
 
     def rows(self, body: Any) -> list[Row]:
@@ -174,9 +171,7 @@ class BingBackend(RemoteBackend):
     uses_region = uses_language = True
 
     def request(self, query: str, topk: int) -> Request:
-        params = {"q": query, "count": str(topk), "responseFilter": "Webpages"}
-        params |= {"cc": self.region} if self.region else {}
-        params |= {"setLang": self.language} if self.language else {}
+        params = {"q": query, "count": str(topk), "responseFilter": "Webpages"} | self.localised("cc", "setLang")
         return Request("GET", self._url, params=params, headers={"Ocp-Apim-Subscription-Key": self._key})
 
     def rows(self, body: Any) -> list[Row]:

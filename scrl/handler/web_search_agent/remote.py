@@ -99,6 +99,10 @@ class RemoteBackend:
     def request(self, query: str, topk: int) -> Request:
         raise NotImplementedError
 
+    def localised(self, region: str, language: str) -> dict[str, str]:
+        """Region and language as far as they are set, under the names that the engine gives them."""
+        return {name: code for name, code in ((region, self.region), (language, self.language)) if code}
+
     def rows(self, body: Any) -> list[Row]:
         """The rows of a reply's JSON. Whatever the JSON holds, raises nothing but SearchError."""
         raise NotImplementedError
