@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scrl.handler.config import HandlerConfig
+from scrl.llm_agent.prompts import TOOLS
 from verl.trainer.config.schema import Config
 from verl.workers.reward_manager.custom import find_file
 
@@ -24,7 +25,7 @@ def validate(config: Config) -> None:
 
 def warnings_of(config: Config) -> list[str]:
     """What works but probably isn't meant, one sentence each."""
-    return list(_odd(config))
+    return [*_odd(config), *_odd_loss(config)]
 
 
 def check_inputs(config: Config) -> None:
@@ -146,6 +147,8 @@ def _turns(config: Config) -> Iterator[str]:
         )
     if not config.tools:
         yield "tools is empty, so the policy could call nothing; set tools=[web_search]"
+    if unknown := [name for name in config.tools if name not in TOOLS]:
+        yield f"tools={list(config.tools)} names {', '.join(unknown)}; choose from {', '.join(TOOLS)}"
 
 
 def _curriculum(config: Config) -> Iterator[str]:
@@ -229,22 +232,6 @@ def _odd(config: Config) -> Iterator[str]:
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is less than the "
             f"longest episode, {longest} tokens; such an episode makes a micro-batch of its own and needs its memory"
         )
-    if algorithm.adv_estimator == "drgrpo" and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield (
-            f"algorithm.adv_estimator=drgrpo with loss_agg_mode={actor.loss_agg_mode} is half of Dr. GRPO; the other "
-            "half is actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
-        )
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    if actor.policy_loss.loss_mode == "gspo" and low > 0.05:
-        yield (
-            f"actor_rollout_ref.actor.policy_loss.loss_mode=gspo clips the mean ratio of a sequence, which hardly ever "
-            f"leaves 1 -/+ {low:g}; its paper takes clip_ratio_low=3e-4 and clip_ratio_high=4e-4"
-        )
-    if actor.llds_coef and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size:
-        yield (
-            f"actor_rollout_ref.actor.llds_coef={actor.llds_coef} has no effect where a batch is one optimizer step: "
-            "nothing has been displaced before it; lower ppo_mini_batch_size, or raise ppo_epochs"
-        )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield "actor_rollout_ref.actor.kl_loss_coef=0: the KL is computed, not used; use_kl_loss=false saves its pass"
     rollout = config.actor_rollout_ref.rollout
@@ -260,3 +247,29 @@ def _odd(config: Config) -> Iterator[str]:
         )
     if config.data.train_files and not config.data.val_files and not config.trainer.val_only:
         yield "data.val_files is empty, so nothing is validated"
+
+
+def _odd_loss(config: Config) -> Iterator[str]:
+    actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
+    if estimator == "drgrpo" and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield (
+            f"algorithm.adv_estimator=drgrpo with loss_agg_mode={actor.loss_agg_mode} is half of Dr. GRPO; the other "
+            "half is actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
+        )
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    if actor.policy_loss.loss_mode == "gspo" and low > 0.05:
+        yield (
+            f"actor_rollout_ref.actor.policy_loss.loss_mode=gspo clips the mean ratio of a sequence, which hardly ever "
+            f"leaves 1 -/+ {low:g}; its paper takes clip_ratio_low=3e-4 and clip_ratio_high=4e-4"
+        )
+    one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    if actor.llds_coef and one_step:
+        yield (
+            f"actor_rollout_ref.actor.llds_coef={actor.llds_coef} has no effect where a batch is one optimizer step: "
+            "nothing has been displaced before it; lower ppo_mini_batch_size, or raise ppo_epochs"
+        )
+    if config.monitor.max_llds is not None and one_step and not actor.llds_after_update:
+        yield (
+            f"monitor.max_llds={config.monitor.max_llds} watches nothing where a batch is one optimizer step; "
+            "actor_rollout_ref.actor.llds_after_update=true measures the displacement by a pass after it"
+        )

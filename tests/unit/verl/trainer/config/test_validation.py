@@ -93,6 +93,7 @@ def test_the_defaults_are_sound():
         ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192", "is less than the longest episode, 8704 tokens"),
         ("algorithm.adv_estimator=drgrpo", "half of Dr. GRPO; .*loss_agg_mode=seq-mean-token-sum-norm"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "hardly ever leaves 1 -/. 0.2; .*clip_ratio_low=3e-4"),
+        ("monitor.max_llds=0.01", "max_llds=0.01 watches nothing .*llds_after_update=true measures"),
         ("actor_rollout_ref.actor.llds_coef=0.1", "llds_coef=0.1 has no effect where a batch is one optimizer step"),
         ("actor_rollout_ref.actor.kl_loss_coef=0", "use_kl_loss=false saves its pass"),
         ("data.train_files=[x]", "data.val_files is empty"),
