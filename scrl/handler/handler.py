@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +24,15 @@ from scrl.handler.cache import Outcome, SearchCache, normalise_query
 from scrl.handler.config import HandlerConfig
 from scrl.handler.contexts import EpisodeContexts
 from scrl.handler.metrics import HandlerMetrics
+from scrl.handler.tools import TOOL_FUNCTIONS
 from scrl.handler.web_search_agent.browser import Browser, PageSource, Visit
 from scrl.handler.web_search_agent.fetch import PageError
+from scrl.handler.web_search_agent.local_index import Row
 from scrl.handler.web_search_agent.search_api import SearchBackend, SearchError, make_backend
+from scrl.llm_agent.prompts import TOOLS, list_argument
 from scrl.types import ToolCall, ToolResult
 
 logger = logging.getLogger(__name__)
-
-_ARGUMENTS = {"web_search": "query", "browse_webpage": "url_list"}  # the tools, and what each works on
 
 
 @dataclass(eq=False)
@@ -77,9 +78,7 @@ class SearchHandler:
         self._browser = Browser(config, self._contexts, self._metrics, pages)
         self._pool = ThreadPoolExecutor(config.max_workers, thread_name_prefix="search")
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="search-cache")
-        self._browsing = ThreadPoolExecutor(
-            config.max_workers, thread_name_prefix="browse"
-        )  # no search waits for a page
+        self._others = ThreadPoolExecutor(config.max_workers, thread_name_prefix="tool")  # no search waits for a page
         # One lock for all that follows; futures are resolved outside it, since their callbacks may call submit.
         self._changed = threading.Condition()
         self._flights: dict[str, _Flight] = {}
@@ -112,11 +111,11 @@ class SearchHandler:
         started = time.monotonic()
         self._metrics.count("calls")
         queries, problem = _read_call(call)
-        browses = call.name == "browse_webpage"
+        searches = call.name == "web_search"
         run = queries[: self._config.max_queries]
         deadline = started + (self._config.timeout_s if timeout_s is None else timeout_s)
         pending = _Pending(
-            started, deadline, [None] * len(run), len(queries) - len(run), [] if browses else run, episode_id
+            started, deadline, [None] * len(run), len(queries) - len(run), run if searches else [], episode_id
         )
         pending.future.set_running_or_notify_cancel()
         self._metrics.count("queries", len(pending.queries))
@@ -125,13 +124,13 @@ class SearchHandler:
                 problem = Outcome(error_kind="internal", error="the search handler is closed")
             if problem:
                 pending.outcomes = [problem] * max(len(run), 1)
-            elif browses:
-                visit = self._browser.visit(episode_id, question, allowed_urls)
-                for position, url in enumerate(run):
-                    self._browsing.submit(self._browse, pending, position, url, visit)
-            else:
+            elif searches:
                 for position, query in enumerate(run):
                     self._ask(pending, position, query)
+            else:
+                work = self._work_of(call.name, pending.deadline, episode_id, question, allowed_urls)
+                for position, item in enumerate(run):
+                    self._others.submit(self._run, pending, position, call.name, item, work)
             finished = self._take_if_complete(pending)
             if not finished:
                 heapq.heappush(self._deadlines, (deadline, next(self._numbers), pending))
@@ -167,7 +166,7 @@ class SearchHandler:
             self._backend.close()  # ends the searches under way, which the pool would wait for
         self._pool.shutdown(wait=True)
         self._browser.close()
-        self._browsing.shutdown(wait=True, cancel_futures=True)
+        self._others.shutdown(wait=True, cancel_futures=True)
         self._cache.close()
 
     def __enter__(self) -> "SearchHandler":
@@ -276,14 +275,26 @@ class SearchHandler:
             self._metrics.observe(f"backend/{self._backend.name}", time.monotonic() - started)
         return Outcome(rows)
 
-    def _browse(self, pending: _Pending, position: int, url: str, visit: Visit) -> None:
+    def _work_of(
+        self, tool: str, deadline: float, episode_id: str, question: str, allowed_urls: Collection[str] | None
+    ) -> Callable[[str], list[Row]]:
+        """What ``tool`` does with one item of its call."""
+        if tool == "browse_webpage":
+            visit = self._browser.visit(episode_id, question, allowed_urls)
+            return lambda url: [self._browser.read(url, visit, deadline)]
+        return lambda item: TOOL_FUNCTIONS[tool](item, deadline)
+
+    def _run(self, pending: _Pending, position: int, tool: str, item: str, work: Callable[[str], list[Row]]) -> None:
+        if pending.done:  # it stood in the queue until nobody waited any more
+            self._metrics.count("expired_unsearched")
+            return
         try:
-            outcome = Outcome([self._browser.read(url, visit, pending.deadline)])
-        except PageError as error:
+            outcome = Outcome(work(item))
+        except (PageError, SearchError) as error:
             outcome = Outcome(error_kind=error.kind, error=str(error))
         except Exception as error:  # a bug costs the call that met it, not the run
-            logger.exception("browsing %.200r failed", url)
-            outcome = Outcome(error_kind="internal", error=f"browse_webpage: {type(error).__name__}: {error}")
+            logger.exception("%s failed on %.200r", tool, item)
+            outcome = Outcome(error_kind="internal", error=f"{tool}: {type(error).__name__}: {error}")
         with self._changed:
             if not pending.done:
                 pending.outcomes[position] = outcome
@@ -325,10 +336,10 @@ class SearchHandler:
 
 def _read_call(call: ToolCall) -> tuple[list[str], Outcome | None]:
     """(queries or URLs, problem). The policy wrote the call, so nothing about its arguments is taken for granted."""
-    argument = _ARGUMENTS.get(call.name) if isinstance(call.name, str) else None
-    if argument is None:
-        message = f"{str(call.name)[:80]!r} is not a tool; use {' or '.join(_ARGUMENTS)}"
+    if not isinstance(call.name, str) or call.name not in TOOLS:
+        message = f"{str(call.name)[:80]!r} is not a tool; use {' or '.join(TOOLS)}"
         return [], Outcome(error_kind="bad_request", error=message)
+    argument = list_argument(call.name)
     queries = call.arguments.get(argument) if isinstance(call.arguments, dict) else None
     if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
         message = f"{call.name} needs {argument}, a list of non-empty strings"

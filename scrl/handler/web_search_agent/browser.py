@@ -159,7 +159,11 @@ class Visit:
 
 
 class Browser:
-    """Reads pages for episodes. Many threads share one; ``close`` it. ValueError for a reading model without a URL."""
+    """Reads pages for episodes. Many threads share one; ``close`` it. ValueError for a reading model without a URL.
+
+    Counts ``browse/pages`` asked for, ``browse/loads`` that no cache spared, ``browse/plain`` pages of odd layout, and
+    of a reading model ``browse/read_requests, read_retries, read_cut, read_fallbacks``.
+    """
 
     def __init__(
         self,

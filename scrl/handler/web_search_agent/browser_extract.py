@@ -4,7 +4,9 @@ A process of its own because the parsers meet bytes that somebody may have made 
 or takes all memory costs one page, not the training run, and Python code that parses for a second holds no lock of
 the process that trains. It is started as a script (see browser_pool), imports nothing of this project, and talks
 over the socket that is its standard input: a request is a 4-byte length, a JSON header, and a body; a reply is a
-4-byte length and JSON. It ends when the other side closes, also where that was killed.
+4-byte length and JSON. It ends when the other side closes, also where that was killed. Its arguments are the seconds
+of CPU that a page may take (work, not waiting, so that a busy machine fails no honest page) and the bytes of address
+space that it may.
 """
 
 import codecs
@@ -17,8 +19,6 @@ import signal
 import socket
 import sys
 
-MEMORY_LIMIT = 1 << 30  # bytes of address space
-CPU_SECONDS = 5.0  # of this process for a page: work, not waiting, so that a busy machine fails no honest page
 MAX_TEXT = 1_000_000  # characters kept of a page
 MAX_PDF_PAGES = 200
 MAX_ELEMENTS = 50_000  # of a page whose main text is looked for; a long Wikipedia article has 30,000
@@ -172,8 +172,8 @@ def _answer(header: dict[str, object], body: bytes) -> dict[str, object]:
         return {"error": f"it can't be parsed ({type(error).__name__})"}
 
 
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+def main(cpu_seconds: float, memory: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it has no business writing files
     import pypdf  # noqa: F401
@@ -188,7 +188,7 @@ def main() -> None:
         except (EOFError, ConnectionError):
             return
         # The kernel ends a parser that doesn't end by itself; C code never gets to a Python handler.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         reply = _answer(header, body)
         signal.setitimer(signal.ITIMER_PROF, 0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -199,5 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.setrecursionlimit(2000)
-    main()
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -15,6 +15,7 @@ from pathlib import Path
 from scrl.handler.web_search_agent.fetch import PageError, RawPage
 
 _SCRIPT = Path(__file__).with_name("browser_extract.py")
+_MAX_REPLY = 16 << 20  # bytes
 _START_S = 60.0  # to import the parsers, on a machine that is busy
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
@@ -29,9 +30,13 @@ class ExtractedPage:
 
 
 class ExtractorPool:
-    """At most ``size`` processes, started when first needed. Threads may share one; ``close`` ends the processes."""
+    """At most ``size`` processes, started when first needed. Threads may share one; ``close`` ends the processes.
 
-    def __init__(self, size: int | None = None) -> None:
+    A page may take ``cpu_seconds`` of one's CPU, which has ``memory`` bytes of address space.
+    """
+
+    def __init__(self, size: int | None = None, cpu_seconds: float = 5.0, memory: int = 768 << 20) -> None:
+        self._arguments = (str(cpu_seconds), str(memory))
         size = size or max(1, min(4, (os.cpu_count() or 1) // 2))
         # Last in, first out, the live ones on top: a second process starts only when two pages come at once.
         self._workers: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
@@ -49,7 +54,7 @@ class ExtractorPool:
         try:
             if self._closed:
                 raise PageError("internal", "the browser is closed", lasting=False)
-            worker = worker or _Worker()
+            worker = worker or _Worker(self._arguments)
             worker.wait_ready(deadline)
             reply = worker.run(page, deadline)
         except PageError:
@@ -88,14 +93,14 @@ class ExtractorPool:
 class _Worker:
     """One process and our end of its socket. ``is_idle``: it waits for a page (or still starts)."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: tuple[str, ...]) -> None:
         self._channel, theirs = socket.socketpair()
         # It parses what strangers wrote, so it gets no secret to lose.
         environment = {k: v for k, v in os.environ.items() if not any(word in k.upper() for word in _SECRET)}
         with theirs:
             self._process = subprocess.Popen(
                 # -P: the script's folder must not come before the standard library
-                [sys.executable, "-P", str(_SCRIPT)],
+                [sys.executable, "-P", str(_SCRIPT), *arguments],
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -143,7 +148,10 @@ class _Worker:
         self._channel.close()
 
     def _receive(self, limit: float) -> dict:
-        return json.loads(self._exactly(int.from_bytes(self._exactly(4, limit), "big"), limit))
+        size = int.from_bytes(self._exactly(4, limit), "big")
+        if size > _MAX_REPLY:
+            raise ConnectionResetError("the process is out of its mind")
+        return json.loads(self._exactly(size, limit))
 
     def _exactly(self, size: int, limit: float) -> bytes:
         parts = []

@@ -168,6 +168,21 @@ def test_a_worker_that_hangs_is_replaced_at_the_deadline(pool):
     assert pool.extract(RawPage("http://a/", TEXT, "", b"next"), later(120)).text == "next"
 
 
+def test_what_takes_too_much_cpu_or_memory_ends():
+    pool = ExtractorPool(1, cpu_seconds=0.3, memory=400 << 20)
+    assert pool.extract(RawPage("http://a/", HTML, "", ARTICLE.encode()), later(120)).title
+    with pytest.raises(PageError) as caught:
+        pool.extract(RawPage("http://a/", HTML, "", b"<p>x" * 40_000), later(120))
+    assert (caught.value.kind, caught.value.lasting) == ("timeout", True) and "too long to read" in str(caught.value)
+    pool.close()
+    pool = ExtractorPool(1, cpu_seconds=60.0, memory=220 << 20)
+    with pytest.raises(PageError) as caught:
+        pool.extract(RawPage("http://a/", HTML, "", b"<a>" * 1_600_000), later(120))
+    assert caught.value.kind == "bad_reply"
+    assert pool.extract(RawPage("http://a/", HTML, "", ARTICLE.encode()), later(120)).title
+    pool.close()
+
+
 def test_workers_get_no_secret_and_leave_when_their_owner_does(monkeypatch):
     monkeypatch.setenv("SERPER_API_KEY", "abc123")
     monkeypatch.setenv("HARMLESS", "def456")
