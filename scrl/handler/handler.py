@@ -25,7 +25,7 @@ from scrl.handler.config import HandlerConfig
 from scrl.handler.contexts import EpisodeContexts
 from scrl.handler.metrics import HandlerMetrics
 from scrl.handler.tools import TOOL_FUNCTIONS
-from scrl.handler.web_search_agent.browser import Browser, PageSource, Visit
+from scrl.handler.web_search_agent.browser import Browser, PageSource
 from scrl.handler.web_search_agent.fetch import PageError
 from scrl.handler.web_search_agent.local_index import Row
 from scrl.handler.web_search_agent.search_api import SearchBackend, SearchError, make_backend

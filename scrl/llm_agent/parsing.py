@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from scrl.llm_agent.prompts import TOOLS
+from scrl.llm_agent.prompts import TOOLS, list_argument
 from scrl.types import ToolCall
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -17,8 +17,6 @@ _DECODER = json.JSONDecoder(parse_int=lambda digits: 0, parse_float=lambda digit
 _OBJECT_START = re.compile(r'\{(?=\s*["}])')
 _MAX_STARTS = 64  # braces tried as the object's start; a decoding error costs its position, so many would be quadratic
 _SURROGATE = re.compile("[\ud800-\udfff]")  # from a JSON escape such as \ud800; it can't be encoded as UTF-8
-_LIST_ARGUMENT = {"web_search": "query", "browse_webpage": "url_list"}
-assert _LIST_ARGUMENT.keys() == TOOLS.keys()
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def _parse_call(body: str, trailing: bool) -> ToolCall | Malformed:
             return Malformed(f"the text in arguments {error}")
     if not isinstance(arguments, dict):
         return Malformed("the tool call's arguments are not an object")
-    key = _LIST_ARGUMENT[name]
+    key = list_argument(name)
     values, repaired = _string_list(arguments.get(key))
     if not values:
         return Malformed(f"{name} needs {key}, a list of non-empty strings")

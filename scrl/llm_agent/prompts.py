@@ -13,6 +13,7 @@ SYSTEM_PROMPT = (
 FORCED_PREFIX = "<think>"
 ANSWER_NOW = "\nNo tool calls are left. Answer now."
 
+# What the policy can be offered (`tools`). What a tool does: SearchHandler, and scrl/handler/tools.py for further ones.
 TOOLS: dict[str, dict[str, Any]] = {
     "web_search": {
         "type": "function",
@@ -39,6 +40,11 @@ TOOLS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+def list_argument(tool: str) -> str:
+    """The one argument that a tool takes, a list of strings: ``query``, ``url_list``."""
+    return TOOLS[tool]["function"]["parameters"]["required"][0]
 
 
 def build_messages(question: str) -> list[dict[str, str]]:

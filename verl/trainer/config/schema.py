@@ -316,7 +316,7 @@ class Config:
     reward_model: RewardConfig = field(default_factory=RewardConfig)
     max_turns: Positive = 4
     search_engine: tuple[Engine, ...] = ("local",)  # several: in order of preference
-    tools: tuple[Literal["web_search", "browse_webpage"], ...] = ("web_search",)
+    tools: tuple[str, ...] = ("web_search",)  # of scrl.llm_agent.prompts.TOOLS
     search: SearchConfig = field(default_factory=SearchConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
