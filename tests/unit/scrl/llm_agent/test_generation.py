@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -127,6 +128,16 @@ def test_an_episode_token_by_token(tokenizer):
     start = len(first) + len(frame)
     assert (search.span, answer.span) == ((0, len(first)), (start, start + len(second)))
     assert stage.handler.calls == [ToolCall("web_search", {"query": ["film x"]})]
+
+
+def test_calls_carry_an_id_of_their_episode_alone_and_its_question_and_it_is_released(tokenizer):
+    stage = Stage(tokenizer, {"u": [SEARCH, SEARCH, ANSWER], "w": [SEARCH, ValueError("broken")]}, [RESULTS] * 6)
+    requests = [stage.request("u"), stage.request("u"), stage.request("w", question="And film y?")]
+    asyncio.run(stage.manager.run(requests))
+    by_episode = Counter(stage.handler.episodes)
+    assert sorted(by_episode.values()) == [1, 2, 2] and len(by_episode) == 3
+    assert sorted(question for _, question in by_episode) == ["And film y?", "Who made film x?", "Who made film x?"]
+    assert sorted(stage.handler.released) == sorted(episode_id for episode_id, _ in by_episode)
 
 
 def test_the_engine_sees_what_was_sampled_never_a_new_encoding(tokenizer):
