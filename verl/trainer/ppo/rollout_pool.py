@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 _ALIVE = 2  # episodes a worker plays at once, in engine batches: while some wait for a search, others generate
 _MAX_REPLACED = 3  # workers that may die while one batch is generated; more is no accident
 _POLL_S = 0.5
+_CACHE_COUNTS = tuple(f"search/{name}" for name in ("cache_hits", "cache_fuzzy_hits", "cache_errors", "replay_misses"))
 
 Job = list[int]  # places of the requests that one call plays
 
@@ -184,8 +185,8 @@ class RolloutPool:
         return [member for member in self._members if member.ready is None]
 
     def step_metrics(self, gen_s: float) -> dict[str, float]:
-        """What the workers did since the last call: ``search/{calls,empty,errors}``, ``rollout/workers_replaced``, and
-        ``perf/engine_busy_share``, the share of ``gen_s`` seconds in which an engine was generating (their mean)."""
+        """What the workers did since the last call: ``search/{calls,empty,errors}``, what the search cache did where
+        there is one, ``rollout/workers_replaced``, and ``perf/engine_busy_share``, the share of ``gen_s`` seconds in which an engine was generating (their mean)."""
         done: dict[str, float] = {}
         for member in self._ready():
             try:
@@ -197,6 +198,7 @@ class RolloutPool:
                 done[name] = done.get(name, 0.0) + value - member.counters.get(name, 0.0)
             member.counters = now
         counts = {name: done.get(name, 0.0) for name in ("search/calls", "search/empty", "search/errors")}
+        counts |= {name: done[name] for name in _CACHE_COUNTS if name in done}
         replaced, self._reported = self._replaced - self._reported, self._replaced
         return counts | {
             "rollout/workers_replaced": float(replaced),
