@@ -186,7 +186,8 @@ class RolloutPool:
 
     def step_metrics(self, gen_s: float) -> dict[str, float]:
         """What the workers did since the last call: ``search/{calls,empty,errors}``, what the search cache did where
-        there is one, ``rollout/workers_replaced``, and ``perf/engine_busy_share``, the share of ``gen_s`` seconds in which an engine was generating (their mean)."""
+        there is one, ``rollout/workers_replaced``, and ``perf/engine_busy_share``, the share of ``gen_s`` seconds in
+        which an engine was generating (their mean)."""
         done: dict[str, float] = {}
         for member in self._ready():
             try:
