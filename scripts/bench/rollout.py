@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import sys
 import tempfile
@@ -251,6 +252,7 @@ def main() -> None:
     args = parser.parse_args()
     if "vllm" in args.engines and (problem := vllm_problem()):
         parser.error(f"{problem} (or: bash scripts/env.sh vllm)")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engine's own process
     torch.set_num_threads(1)
 
     tokenizer = load_tokenizer(str(ROOT / "data" / "demo" / "policy"))
