@@ -83,6 +83,22 @@ def python(code: str, *arguments: object, **options) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"cache_mode": "replay"}, "search.cache_mode=replay needs a file; set search.cache_path"),
+        ({"cache_mode": "again", "cache_path": "c"}, "search.cache_mode='again' is unknown"),
+        ({"cache_ttl_s": 0.0}, "search.cache_ttl_s=0.0 is no time"),
+        ({"cache_empty_ttl_s": float("nan")}, "search.cache_empty_ttl_s=nan is no time"),
+        ({"cache_fuzzy_threshold": 0.1}, "search.cache_fuzzy_threshold=0.1 is out of range"),
+        ({"cache_fuzzy_threshold": 0.8, "cache_mode": "record", "cache_path": "c"}, "set it to 0 with .*record"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(values, says):
+    with pytest.raises(ValueError, match=says):
+        HandlerConfig(**values)
+
+
 # What is kept, for whom, how long.
 
 
