@@ -28,7 +28,7 @@ function tooltip(rows) {
 function axes(log, lowest) {
   const faint = css("--faint");
   const line = { lineStyle: { color: css("--line") } };
-  const common = { axisLabel: { color: faint, fontSize: 11 }, splitLine: { show: false } };
+  const common = { axisLabel: { color: faint, fontSize: 11, hideOverlap: true }, splitLine: { show: false } };
   return {
     backgroundColor: "transparent",
     animation: false,
