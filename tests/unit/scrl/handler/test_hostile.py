@@ -36,6 +36,7 @@ from scrl.llm_agent import prompts
 from scrl.types import ToolCall
 
 COUNT = int(os.environ.get("HOSTILE_COUNT", "120"))
+TIMEOUT_S = 300.0  # of a call: on a busy machine four pages wait for one reader
 KINDS = {"", "timeout", "connection", "bad_request", "bad_reply", "rate_limited"}  # no "internal": that is a bug
 
 WORDS = (
@@ -229,7 +230,7 @@ def check_row(row: dict[str, str], tokenizer, added: set[int]) -> None:
 @pytest.mark.timeout(7200)
 def test_hostile_pages(tokenizer, capsys):
     site, added = Site(), set(tokenizer.get_added_vocab().values())
-    config = HandlerConfig(browse_any_url=True, timeout_s=120.0, max_workers=4)
+    config = HandlerConfig(browse_any_url=True, timeout_s=TIMEOUT_S, max_workers=4)
     fetcher = PageFetcher(resolve=lambda *_: ["127.0.0.1"], is_allowed=lambda address: True)
     kinds, before, started, worked = Counter(), peak_mib(), time.monotonic(), cpu_seconds()
     with SearchHandler(config, NoSearch(), WebPages(HandlerMetrics(), fetcher)) as handler:
@@ -237,10 +238,10 @@ def test_hostile_pages(tokenizer, capsys):
         def browse(number: int) -> None:
             call = ToolCall("browse_webpage", {"url_list": [f"http://site.example:{site.server_address[1]}/{number}"]})
             result = handler.submit(call, episode_id=f"e{number}", question="Who founded Red Harbour?").result(
-                timeout=180
+                timeout=2 * TIMEOUT_S
             )
             assert result.error_kind in KINDS, result
-            assert result.latency_s < 120 and len(result.error) < 600
+            assert result.latency_s < 1.5 * TIMEOUT_S and len(result.error) < 600
             for row in result.items[0]:
                 check_row(row, tokenizer, added)
             handler.release(f"e{number}")
