@@ -10,9 +10,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import LORA, tiny_model
+from tests.tiny import LORA, P, R, tiny_episodes, tiny_model
 from tests.tiny import VOCAB as V
-from verl.protocol import DataProto
 from verl.single_controller import Dispatch, ResourcePool, WorkerGroup, connect, register
 from verl.trainer.config.schema import (
     ActorConfig,
@@ -29,7 +28,7 @@ from verl.trainer.config.schema import (
 from verl.workers.fsdp_workers import ActorRefWorker
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers can't import this file
-B, P, R = 7, 6, 12  # 7 episodes: 2 ranks need a pad row
+B = 7  # 7 episodes: 2 ranks need a pad row
 
 
 @pytest.fixture(scope="module")
@@ -91,25 +90,8 @@ def make_config(path):
 
 
 def episodes(seed=0):
-    gen = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, V, (B, P + R), generator=gen)
-    prompt = torch.randint(1, P + 1, (B, 1), generator=gen)
-    response = torch.randint(4, R + 1, (B, 1), generator=gen)
-    columns = torch.arange(P + R)
-    attention = (columns >= P - prompt) & (columns < P + response)
-    mask = attention[:, P:] & (torch.rand(B, R, generator=gen) < 0.6)
-    mask[:, 0], mask[4:6] = True, False  # failed episodes: the second rank has less to do
-    noise = torch.randn(4, B, R, generator=gen)
-    tensors = {
-        "input_ids": ids * attention,
-        "attention_mask": attention.long(),
-        "response_mask": mask.float(),
-        "old_log_probs": (-5 + 0.1 * noise[0]) * mask,
-        "ref_log_prob": (-5 + 0.1 * noise[1]) * mask,
-        "advantages": noise[2] * mask,
-        "rollout_log_probs": (-5 + 0.3 * noise[3]) * mask,
-    }
-    return DataProto.from_dict(tensors, {}, {"temperature": 0.7})
+    """Rows 4 and 5 failed: the second rank has less to do."""
+    return tiny_episodes(B, slice(4, 6), seed)
 
 
 def weights(group):

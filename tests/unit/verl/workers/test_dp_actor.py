@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import VOCAB as V
-from tests.tiny import tiny_model, with_adapter
-from verl.protocol import DataProto
+from tests.tiny import P, R, tiny_episodes, tiny_model, with_adapter
 from verl.trainer.config.schema import (
     ActorConfig,
     OptimConfig,
@@ -21,7 +20,7 @@ from verl.utils.fsdp_utils import trainable_parameters
 from verl.workers.actor.dp_actor import DataParallelPPOActor, PolicyModel
 from verl.workers.actor.packing import PACKED_SDPA, forward_batch, needed_tokens
 
-B, P, R = 8, 6, 12
+B = 8
 OPTIM = OptimConfig(lr=1e-2)
 CONFIG = ActorConfig(ppo_mini_batch_size=B, entropy_coeff=0.01, kl_loss_coef=0.1, grad_clip=1e9, optim=OPTIM)
 
@@ -47,28 +46,8 @@ def actor(config=CONFIG, stability=None, packed=True, lora=True, correction=None
 
 
 def episodes(seed=0):
-    """Ragged prompts and responses with observations in between; row 3 is a failed episode, nothing sampled."""
-    gen = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, V, (B, P + R), generator=gen)
-    prompt = torch.randint(1, P + 1, (B, 1), generator=gen)
-    response = torch.randint(4, R + 1, (B, 1), generator=gen)
-    columns = torch.arange(P + R)
-    attention = (columns >= P - prompt) & (columns < P + response)
-    mask = attention[:, P:] & (torch.rand(B, R, generator=gen) < 0.6)
-    mask[:, 0], mask[3] = True, False
-    noise = torch.randn(3, B, R, generator=gen)
-    return DataProto.from_dict(
-        {
-            "input_ids": ids * attention,
-            "attention_mask": attention.long(),
-            "response_mask": mask.float(),
-            "old_log_probs": (-5 + 0.1 * noise[0]) * mask,
-            "ref_log_prob": (-5 + 0.1 * noise[1]) * mask,
-            "advantages": noise[2] * mask,
-        },
-        {},
-        {"temperature": 0.7},
-    )
+    """Row 3 is a failed episode."""
+    return tiny_episodes(B, slice(3, 4), seed)
 
 
 def gradients(trainer, data):
