@@ -106,7 +106,7 @@ def _import(config: HandlerConfig, paths: Sequence[str], counts: Counter[str], d
                 key = normalise_query(query)
                 if file.get(key) is None:
                     # One more than there are: these were all that there was, however many are asked for.
-                    file.put(Entry(key, len(rows) + 1, time.time(), rows))
+                    file.write([Entry(key, len(rows) + 1, time.time(), rows)])
                     counts["imported"] += 1
                 else:
                     counts["imported before"] += 1

@@ -16,10 +16,11 @@ import time
 import unicodedata
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from scrl.handler.cache_file import CacheFile, Entry
+from scrl.handler.cache_file import BUSY_S, CacheFile, Entry, Failure
 from scrl.handler.config import HandlerConfig
 from scrl.handler.web_search_agent.local_index import Row
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OFF_S = 30.0  # seconds that a file which failed is left alone
+_PAUSE_S = 0.005  # between two batches: SQLite's lock isn't fair, and other processes only poll for it
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ def normalise_query(query: str) -> str:
 class SearchCache:
     """Results by normalised query, of one scope: what searched, its region and language.
 
-    ``recall`` looks into memory only and takes microseconds. ``look_up``, ``save`` and, in ``record`` mode, ``settle``
-    go to the disk and wait for its lock, ``cache_file.BUSY_S`` at most. Threads may share one. Raises ValueError for a
-    file that can't be used.
+    ``recall`` looks into memory only and takes microseconds, ``look_up`` reads the file, and a thread of its own writes
+    it; only ``settle`` in ``record`` mode waits for that. Threads may share one. Raises ValueError for a file that
+    can't be used.
     """
 
     def __init__(self, config: HandlerConfig, scope: str, clock: Callable[[], float] = time.time) -> None:
@@ -63,6 +65,8 @@ class SearchCache:
         self._lock = threading.Lock()
         self._errors = self._misses = 0
         self._off_until = 0.0
+        self._unwritten: list[Entry | Failure] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="search-cache-writer")
         self._file: CacheFile | None = None
         if config.cache_path:
             kind = {"reuse": "cache", "record": "recording", "replay": None}[self._mode]
@@ -73,6 +77,8 @@ class SearchCache:
         return self._file is not None
 
     def close(self) -> None:
+        """Write what is unwritten, and close the file."""
+        self._writer.shutdown(wait=True)
         if self._file is not None:
             self._file.close()
 
@@ -106,19 +112,34 @@ class SearchCache:
         """Take in what a search came to; what to answer with. In ``record`` mode that is what was found first."""
         if outcome.error_kind:
             if self._mode == "record":
-                self._guarded(lambda file: file.put_failure(key, outcome.error_kind, outcome.error))
+                self._write(Failure(key, outcome.error_kind, outcome.error))
             return outcome
         entry = Entry(key, self._config.topk, self._clock(), outcome.rows)
         if self._mode == "record":
-            entry = self._guarded(lambda file: _first(file, entry)) or entry
+            wait([self._write(entry)], timeout=3 * BUSY_S)  # a batch may be under way, and has its own wait
+            entry = self._guarded(lambda file: file.get(key)) or entry
         return replace(self.remember(entry), cached=False)
 
     def save(self, key: str, outcome: Outcome) -> None:
-        """Write it to the file: for after the answer, so that nobody waits for the disk. A recording has it already."""
+        """Have it written to the file, soon: nobody waits for the disk. A recording has it already."""
         if self._file is not None and self._mode == "reuse" and not outcome.error_kind:
-            now = self._clock()
-            entry = Entry(key, self._config.topk, now, outcome.rows)
-            self._guarded(lambda file: file.put(entry, expired_before=now - self._config.cache_ttl_s))
+            self._write(Entry(key, self._config.topk, self._clock(), outcome.rows))
+
+    def _write(self, item: Entry | Failure) -> "Future[None]":
+        """Done when ``item`` is on disk, or the disk has failed."""
+        with self._lock:
+            self._unwritten.append(item)
+        return self._writer.submit(self._write_batch)
+
+    def _write_batch(self) -> None:
+        """Write what has come together: one transaction for many, since each must wait for the other processes'."""
+        with self._lock:
+            batch, self._unwritten = self._unwritten, []
+        if batch:
+            first = self._mode == "record"
+            expired = None if first else self._clock() - self._config.cache_ttl_s
+            self._guarded(lambda file: file.write(batch, keep_first=first, expired_before=expired))
+            time.sleep(_PAUSE_S)
 
     def remember(self, entry: Entry, fuzzy_for: str = "") -> Outcome:
         """Keep ``entry`` in memory, under its own key or that of the similar query it is to answer."""
@@ -136,7 +157,7 @@ class SearchCache:
         if entry is not None and self._usable(entry):
             return self.remember(entry)
         if self._mode == "replay" and (failure := file.get_failure(key)):
-            return Outcome(error_kind=failure[0], error=failure[1])
+            return Outcome(error_kind=failure.kind, error=failure.message)
         threshold = self._config.cache_fuzzy_threshold
         if threshold and (entry := file.similar(key, threshold, lambda near: near.rows and self._usable(near))):
             return self.remember(entry, fuzzy_for=key)
@@ -165,8 +186,3 @@ class SearchCache:
                 "search cache %s failed (%s); searching without it for %g s%s", self._file.path, error, OFF_S, lost
             )
             return None
-
-
-def _first(file: CacheFile, entry: Entry) -> Entry | None:
-    file.put(entry, keep_first=True)
-    return file.get(entry.key)

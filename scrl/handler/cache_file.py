@@ -12,7 +12,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,15 @@ class Entry:
     def serves(self, topk: int) -> bool:
         """Whether a search for ``topk`` would find nothing beyond ``rows``."""
         return topk <= self.topk or len(self.rows) < self.topk
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A search for ``key`` that failed: kind and message of its error. Only recordings have some."""
+
+    key: str
+    kind: str
+    message: str
 
 
 def query_tokens(key: str) -> frozenset[str]:
@@ -110,25 +119,40 @@ class CacheFile:
         row = self._read("SELECT key, topk, created, rows FROM entry WHERE scope=? AND key=?", self._scope, key)
         return _entry(*row[0]) if row else None
 
-    def put(self, entry: Entry, *, keep_first: bool = False, expired_before: float | None = None) -> None:
-        """Write ``entry`` in the place of an older one of its key, and let a few older than ``expired_before`` go.
+    def write(
+        self, items: Sequence[Entry | Failure], *, keep_first: bool = False, expired_before: float | None = None
+    ) -> None:
+        """Write ``items`` in one transaction, entries in the place of older ones of their keys.
 
-        ``keep_first``: one that is there and serves as many results stays. Expired entries go two a write, so that a
-        file that is written for months keeps its size, and no write takes long.
+        ``keep_first``: an entry that is there and serves as many results stays. Entries older than ``expired_before``
+        go, two for each that is written, so that a file that is written for months keeps its size, and no write takes
+        long.
         """
+        with self._transaction() as database:
+            for item in items:
+                if isinstance(item, Failure):
+                    values = (self._scope, item.key, item.kind, _encodable(item.message))
+                    database.execute("INSERT OR REPLACE INTO failure VALUES (?, ?, ?, ?)", values)
+                else:
+                    self._write_entry(database, item, keep_first)
+            if expired_before is not None:
+                _drop_expired(database, expired_before, 2 * len(items))
+
+    def _write_entry(self, database: sqlite3.Connection, entry: Entry, keep_first: bool) -> None:
         blob = json.dumps(entry.rows, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
         unless = " WHERE excluded.topk > entry.topk" if keep_first else ""
-        with self._transaction() as database:
-            ids = database.execute(
-                "INSERT INTO entry(scope, key, topk, created, rows) VALUES (?, ?, ?, ?, ?) ON CONFLICT(scope, key) "
-                f"DO UPDATE SET topk=excluded.topk, created=excluded.created, rows=excluded.rows{unless} RETURNING id",
-                (self._scope, entry.key, entry.topk, entry.created, blob),
-            ).fetchall()
-            if ids:
-                postings = _postings(self._scope, entry.key, ids[0][0])
-                database.executemany("INSERT OR IGNORE INTO token VALUES (?, ?, ?, ?)", postings)
-            if expired_before is not None:
-                _drop_expired(database, expired_before)
+        ids = database.execute(
+            "INSERT INTO entry(scope, key, topk, created, rows) VALUES (?, ?, ?, ?, ?) ON CONFLICT(scope, key) "
+            f"DO UPDATE SET topk=excluded.topk, created=excluded.created, rows=excluded.rows{unless} RETURNING id",
+            (self._scope, entry.key, entry.topk, entry.created, blob),
+        ).fetchall()
+        tokens = query_tokens(entry.key)
+        if ids and len(tokens) <= MAX_TOKENS:
+            # One statement and not one a token: each lets go of the interpreter's lock while the file's is held.
+            database.execute(
+                "INSERT OR IGNORE INTO token SELECT ?, value, ?, ? FROM json_each(?)",
+                (self._scope, len(tokens), ids[0][0], json.dumps(list(tokens))),
+            )
 
     def similar(self, key: str, threshold: float, usable: Callable[[Entry], bool]) -> Entry | None:
         """The usable entry whose query is most like ``key``: Jaccard of the tokens at least ``threshold``.
@@ -155,16 +179,10 @@ class CacheFile:
                 return entry
         return None
 
-    def put_failure(self, key: str, kind: str, message: str) -> None:
-        with self._transaction() as database:
-            database.execute(
-                "INSERT OR REPLACE INTO failure VALUES (?, ?, ?, ?)", (self._scope, key, kind, _encodable(message))
-            )
-
-    def get_failure(self, key: str) -> tuple[str, str] | None:
-        """(kind, message) of the last recorded search for ``key`` that failed."""
-        rows = self._read("SELECT kind, message FROM failure WHERE scope=? AND key=?", self._scope, key)
-        return rows[0] if rows else None
+    def get_failure(self, key: str) -> Failure | None:
+        """The last recorded one."""
+        rows = self._read("SELECT key, kind, message FROM failure WHERE scope=? AND key=?", self._scope, key)
+        return Failure(*rows[0]) if rows else None
 
     def __len__(self) -> int:
         return self._read("SELECT count(*) FROM entry WHERE scope=?", self._scope)[0][0]
@@ -194,18 +212,15 @@ class CacheFile:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """IMMEDIATE: the write lock is waited for at the beginning, the one place where waiting can't deadlock."""
-        if not self._writing.acquire(timeout=self._busy_s):  # as long as for another process, so threads fail together
-            raise sqlite3.OperationalError("database is locked by another thread")
-        try:
+        with self._writing:
             self._writer.execute("BEGIN IMMEDIATE")
-            yield self._writer
-            self._writer.execute("COMMIT")
-        except BaseException:
-            if self._writer.in_transaction:  # a full disk has rolled it back already
-                self._writer.execute("ROLLBACK")
-            raise
-        finally:
-            self._writing.release()
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:  # a full disk has rolled it back already
+                    self._writer.execute("ROLLBACK")
+                raise
 
     def _check_present(self) -> None:
         if not self.path.is_file():
@@ -284,17 +299,15 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _postings(scope: int, key: str, entry: int) -> list[tuple[int, str, int, int]]:
-    """The rows of ``token`` that lead to ``entry``."""
-    tokens = query_tokens(key)
-    return [(scope, token, len(tokens), entry) for token in tokens] if len(tokens) <= MAX_TOKENS else []
-
-
-def _drop_expired(database: sqlite3.Connection, before: float) -> None:
-    old = database.execute("SELECT id, scope, key FROM entry WHERE created < ? ORDER BY created LIMIT 2", (before,))
+def _drop_expired(database: sqlite3.Connection, before: float, count: int) -> None:
+    old = database.execute(
+        "SELECT id, scope, key FROM entry WHERE created < ? ORDER BY created LIMIT ?", (before, count)
+    )
     for entry, scope, key in old.fetchall():
-        database.executemany(
-            "DELETE FROM token WHERE scope=? AND token=? AND size=? AND entry=?", _postings(scope, key, entry)
+        tokens = query_tokens(key)
+        database.execute(
+            "DELETE FROM token WHERE scope=? AND size=? AND entry=? AND token IN (SELECT value FROM json_each(?))",
+            (scope, len(tokens), entry, json.dumps(list(tokens))),
         )
         database.execute("DELETE FROM entry WHERE id=?", (entry,))
 

@@ -24,7 +24,7 @@ def fill(path: Path, scope: str, **found: str | None) -> None:
     file = CacheFile(path, scope, "cache")
     for query, text in found.items():
         rows = [] if text is None else [{"title": "t", "url": "http://ascii", "text": text}]
-        file.put(Entry(normalise_query(query.replace("_", " ")), 3, 0.0, rows))
+        file.write([Entry(normalise_query(query.replace("_", " ")), 3, 0.0, rows)])
     file.close()
 
 

@@ -76,6 +76,12 @@ def titles(results: list[ToolResult]) -> list[list[str]]:
 def settle(cache: SearchCache, key: str, *found: str) -> None:
     outcome = Outcome([{"title": title, "url": "", "text": ""} for title in found])
     cache.save(key, cache.settle(key, outcome))
+    written(cache)
+
+
+def written(cache: SearchCache) -> None:
+    """Returns when all that was to be written is: one thread writes, in order."""
+    cache._writer.submit(lambda: None).result(timeout=60)
 
 
 def python(code: str, *arguments: object, **options) -> subprocess.Popen[str]:
@@ -236,7 +242,7 @@ def test_similar_finds_what_comparing_with_every_query_finds(tmp_path):
     keys = sorted({" ".join(draw.sample(words, draw.randint(1, 8))) for _ in range(400)})
     file = CacheFile(tmp_path / "c.sqlite", "s", "cache")
     for key in keys[::2]:
-        file.put(Entry(key, 3, 0.0, [{"title": key, "url": "", "text": ""}]))
+        file.write([Entry(key, 3, 0.0, [{"title": key, "url": "", "text": ""}])])
     found = 0
     for threshold in (0.3, 0.5, 0.75, 1.0):
         for key in keys[1::16]:
@@ -371,7 +377,7 @@ def test_a_file_damaged_while_running_is_counted_and_searches_go_on(tmp_path, ca
 
 def test_damaged_rows_are_an_error_of_the_disk(tmp_path):
     file = CacheFile(tmp_path / "c.sqlite", "s", "cache")
-    file.put(Entry("a", 3, 0.0, []))
+    file.write([Entry("a", 3, 0.0, [])])
     file._writer.execute("UPDATE entry SET rows=x'5b7b'")
     with pytest.raises(sqlite3.DatabaseError, match="the rows of 'a' are damaged"):
         file.get("a")
@@ -385,13 +391,16 @@ from scrl.handler.config import HandlerConfig
 cache = SearchCache(HandlerConfig(cache_path=sys.argv[1], cache_size=0), "s")
 rows = [{"title": "t", "url": "u", "text": "x" * 5000}]
 cache.save("before", Outcome(rows))
+cache._writer.submit(int).result()
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))  # the kernel refuses to write beyond
 for i in range(100):
     cache.save(f"q{i}", Outcome(rows))
+    cache._writer.submit(int).result()
 print(cache.metrics()["search/cache_errors"], cache.look_up("before"), flush=True)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 cache._off_until = 0.0
 cache.save("after", Outcome(rows))
+cache._writer.submit(int).result()
 print(cache.look_up("after") is not None)
 """
 
@@ -407,31 +416,32 @@ def test_a_full_disk_is_counted_and_survived(tmp_path):
 
 WRITER = """
 import sys, threading
-from scrl.handler.cache_file import CacheFile, Entry
+from scrl.handler.cache import Outcome, SearchCache
+from scrl.handler.config import HandlerConfig
 path, name, threads, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-file = CacheFile(path, "s", "cache")
+cache = SearchCache(HandlerConfig(cache_path=path, cache_mode="record", cache_size=0), "s")
 lock = threading.Lock()
 def write(thread):
     for i in range(count):
         key = f"{name} {thread} {i}"
-        file.put(Entry(key, 3, 1e9, [{"title": key, "url": "", "text": "x" * 500}]), expired_before=0.0)
-        assert file.get(key).rows[0]["title"] == key
+        cache.settle(key, Outcome([{"title": key, "url": "", "text": "x" * 500}]))  # returns when it is on disk
         with lock:
             print(key, flush=True)
 workers = [threading.Thread(target=write, args=(t,)) for t in range(threads)]
 [worker.start() for worker in workers]
 [worker.join() for worker in workers]
+cache.close()
 """
 
 
-def test_two_processes_of_four_threads_write_at_once(tmp_path):
-    writers = [python(WRITER, tmp_path / "c.sqlite", name, 4, 50) for name in ("one", "two")]
+def test_two_processes_of_sixteen_threads_write_at_once(tmp_path):
+    writers = [python(WRITER, tmp_path / "c.sqlite", name, 16, 20) for name in ("one", "two")]
     said = [writer.communicate(timeout=120)[0].splitlines() for writer in writers]
     assert [writer.returncode for writer in writers] == [0, 0]
-    file = CacheFile(tmp_path / "c.sqlite", "s", "cache")
-    assert len(said[0]) == len(said[1]) == 200
+    file = CacheFile(tmp_path / "c.sqlite", "s", "recording")
+    assert len(said[0]) == len(said[1]) == 320
     assert {entry.key: entry.rows[0]["title"] for entry in file.entries()} == {key: key for key in said[0] + said[1]}
-    assert len(file) == 400
+    assert len(file) == 640
     file.close()
 
 
@@ -446,7 +456,7 @@ def test_killed_ten_times_while_writing_it_has_every_row_that_was_written(tmp_pa
         writer.stdout.close()
         assert writer.wait(timeout=60) == -signal.SIGKILL
         written |= set(rest[: rest.rfind("\n") + 1].splitlines())
-        file = CacheFile(path, "s", "cache")
+        file = CacheFile(path, "s", "recording")
         assert all((entry := file.get(key)) is not None and entry.rows[0]["title"] == key for key in written)
         assert len(written) <= len(file) <= len(written) + 3 * (round_ + 1)  # each thread may have been about to say so
         assert file._reader.execute("PRAGMA integrity_check").fetchone() == ("ok",)
