@@ -15,6 +15,7 @@ _LEAST = {
     "page_view_port_size": 100,
     "max_page_views": 1,
 }
+MAX_TIMEOUT_S = 86_400.0
 CONFIG_FILE = Path(__file__).with_name("config.yaml")
 
 
@@ -50,8 +51,10 @@ class HandlerConfig:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"search.{name}={getattr(self, name)} is too small; give {least} or more")
-        if not self.timeout_s > 0:
-            raise ValueError(f"search.timeout_s={self.timeout_s} leaves no time to search; give seconds above 0")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"search.timeout_s={self.timeout_s} is no deadline; give seconds above 0, {MAX_TIMEOUT_S:g} at most"
+            )
         if self.rate_limit is not None and not self.rate_limit > 0:
             raise ValueError(f"search.rate_limit={self.rate_limit} allows no request; give requests a second, or null")
         for name in ("region", "language"):

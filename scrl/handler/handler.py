@@ -265,7 +265,7 @@ class SearchHandler:
             return Outcome(error_kind="timeout", error="the deadline passed before a thread was free")
         self._metrics.count("searches")
         try:
-            rows = self._backend.search(query, self._config.topk, deadline)
+            rows = [dict(row) for row in self._backend.search(query, self._config.topk, deadline)]
         except SearchError as error:
             return Outcome(error_kind=error.kind, error=str(error))
         except Exception as error:  # a bug in a backend costs the calls that met it, not the run
@@ -289,7 +289,7 @@ class SearchHandler:
             self._metrics.count("expired_unsearched")
             return
         try:
-            outcome = Outcome(work(item))
+            outcome = Outcome([dict(row) for row in work(item)])
         except (PageError, SearchError) as error:
             outcome = Outcome(error_kind=error.kind, error=str(error))
         except Exception as error:  # a bug costs the call that met it, not the run
@@ -316,13 +316,22 @@ class SearchHandler:
 
     def _answer(self, pending: _Pending) -> None:
         """Resolve the call's future. Only whoever set ``done`` gets here, so it happens once."""
+        try:
+            result = self._result_of(pending)
+        except Exception as error:  # rows that are none: nobody else would ever resolve it
+            logger.exception("the results of %.200r can't be used", pending.queries)
+            result = ToolResult(ok=False, error=f"{type(error).__name__}: {error}", error_kind="internal")
+        self._metrics.record(result, time.monotonic() - pending.started, run=len(pending.outcomes))
+        pending.future.set_result(result)
+
+    def _result_of(self, pending: _Pending) -> ToolResult:
         outcomes = [outcome for outcome in pending.outcomes if outcome is not None]
         assert len(outcomes) == len(pending.outcomes)
         for query, outcome in zip(pending.queries, outcomes, strict=False):
             self._contexts.record(pending.episode_id, [row["url"] for row in outcome.rows if row.get("url")], query)
             self._browser.remember(outcome.rows)
         failed = [outcome for outcome in outcomes if outcome.error_kind]
-        result = ToolResult(
+        return ToolResult(
             items=[[dict(row) for row in outcome.rows] for outcome in outcomes] + [[] for _ in range(pending.not_run)],
             ok=len(failed) < len(outcomes),
             error=failed[0].error if failed else "",
@@ -330,8 +339,6 @@ class SearchHandler:
             latency_s=time.monotonic() - pending.started,
             cached=all(outcome.cached for outcome in outcomes),
         )
-        self._metrics.record(result, result.latency_s, run=len(outcomes))
-        pending.future.set_result(result)
 
 
 def _read_call(call: ToolCall) -> tuple[list[str], Outcome | None]:

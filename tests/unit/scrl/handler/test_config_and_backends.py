@@ -159,6 +159,7 @@ def test_every_remote_engine_says_where_its_key_comes_from():
         ("cache_size", -1),
         ("timeout_s", 0),
         ("timeout_s", float("nan")),
+        ("timeout_s", float("inf")),
         ("rate_limit", 0),
         ("rate_limit", float("nan")),
         ("region", "USA"),

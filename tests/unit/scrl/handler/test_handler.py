@@ -107,6 +107,17 @@ def test_one_calls_failure_is_that_calls_result():
     assert metrics["search/errors/rate_limited"] == 2 and metrics["search/errors/internal"] == 1
 
 
+@pytest.mark.parametrize("rows", [None, ["text"], [{"title": "t", "url": 5}]], ids=["none", "texts", "no url"])
+def test_rows_that_are_none_cost_their_call_and_nobody_waits_for_ever(rows):
+    backend = RecordingBackend()
+    with handler_over(backend, timeout_s=60.0) as handler:
+        backend.search = lambda *_: rows
+        broken = handler.submit(web_search("a"), episode_id="e").result(timeout=30)
+        assert (broken.ok, broken.error_kind) == (False, "internal") and broken.error
+        del backend.search
+        assert titles(handler.handle([web_search("b")])[0].items) == [["b"]]
+
+
 def test_failures_are_not_cached_nor_empty_results_when_they_count_no_time():
     backend = RecordingBackend()
     with handler_over(backend, cache_empty_ttl_s=0) as handler:
