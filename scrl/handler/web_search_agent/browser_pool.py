@@ -57,7 +57,7 @@ class ExtractorPool:
             worker = worker or _Worker(self._arguments)
             worker.wait_ready(deadline)
             reply = worker.run(page, deadline)
-        except PageError:
+        except BaseException:  # one that is in the middle of a page would answer the next one with it
             if worker and not worker.is_idle:
                 worker.kill()
                 worker = None

@@ -158,6 +158,15 @@ def test_a_worker_that_dies_costs_one_page(pool):
     assert pool.extract(RawPage("http://a/", TEXT, "", b"next"), later(120)).text == "next"
 
 
+def test_a_worker_in_the_middle_of_a_page_is_never_used_again(pool, monkeypatch):
+    worker = pool._workers.queue[-1]
+    monkeypatch.setattr(worker, "_receive", lambda limit: json.loads("{"))
+    with pytest.raises(ValueError):
+        pool.extract(RawPage("http://a/", TEXT, "", b"one"), later())
+    assert worker._process.poll() is not None
+    assert pool.extract(RawPage("http://a/", TEXT, "", b"next"), later(120)).text == "next"
+
+
 def test_a_worker_that_hangs_is_replaced_at_the_deadline(pool):
     process = pool._workers.queue[-1]._process
     os.kill(process.pid, signal.SIGSTOP)
