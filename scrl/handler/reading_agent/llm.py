@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scrl.handler.reading_agent.extractive import ExtractiveReader
@@ -131,6 +131,8 @@ class LlmReader:
 
         def ask(seconds: float) -> tuple[list[str], bool]:
             reply = self._fetcher.fetch(request, seconds)
+            if key := self._model.api_key.encode():  # it may send back what it was sent; no log gets the key
+                reply = replace(reply, body=reply.body.replace(key, b"***"))
             check_status(reply)
             return read_reply(_content(read_json(reply)))
 

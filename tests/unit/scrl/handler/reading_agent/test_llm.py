@@ -151,6 +151,12 @@ def test_where_it_fails_the_page_is_read_without_it(stage, reply):
     assert len(endpoint.asked) == 1 and counts.count("read_fallbacks") == 1
 
 
+def test_no_log_gets_the_key_that_an_endpoint_sends_back(stage, caplog):
+    _, reader, _ = stage((401, b"Bearer secret is not valid"))
+    assert reader.read(task("Ann founded it.")) == ["Ann founded it."]
+    assert "Bearer *** is not valid" in caplog.text and "secret" not in caplog.text
+
+
 def test_what_was_read_before_it_failed_is_kept(stage):
     _, reader, counts = stage(notes("One.", more=True), "nonsense")
     assert reader.read(task("a", "b")) == ["One."]
