@@ -1,6 +1,7 @@
 """The search of a rollout worker: which handler, and whether it answers."""
 
 import asyncio
+import time
 
 from scrl.handler.client import HttpSearchHandler
 from scrl.handler.config import HandlerConfig
@@ -20,6 +21,9 @@ async def open_search(config: Config) -> SearchHandler | HttpSearchHandler:
     if search.mode == "inprocess" and search.cache_mode == "replay":
         return handler  # it answers what was recorded, and nothing else
     result = await asyncio.wrap_future(handler.submit(_CHECK))
+    if result.ok and result.cached and search.mode == "inprocess":  # of an earlier run: the engine has yet to answer
+        unasked = ToolCall("web_search", {"query": [f"France {time.time_ns()}"]})
+        result = await asyncio.wrap_future(handler.submit(unasked))
     if result.ok:
         return handler
     handler.close()

@@ -6,10 +6,11 @@ import socket
 import pytest
 
 from scrl.handler.client import HttpSearchHandler
+from scrl.handler.config import HandlerConfig
 from scrl.handler.handler import SearchHandler
 from scrl.types import ToolCall
 from verl.trainer.config.schema import Config, SearchConfig
-from verl.workers.search import open_search
+from verl.workers.search import _CHECK, open_search
 
 
 @pytest.fixture
@@ -36,6 +37,27 @@ async def test_an_engine_that_does_not_answer_is_said_at_the_start(monkeypatch):
         await open_search(config)
 
 
+async def test_what_a_cache_kept_does_not_answer_for_the_engine(monkeypatch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/retrieve"
+    monkeypatch.setenv("RETRIEVER_URL", url)
+
+    class Earlier:
+        name, cache_scope = "retriever", f"retriever|{url}"
+
+        def search(self, query, topk, deadline):
+            return [{"title": "Paris", "url": "w/1", "text": "The capital of France."}]
+
+        def close(self): ...
+
+    cache = str(tmp_path / "cache.sqlite")
+    with SearchHandler(HandlerConfig(cache_path=cache, search_engine="retriever"), Earlier()) as handler:
+        assert handler.handle([_CHECK])[0].ok
+    config = Config(search_engine="retriever", search=SearchConfig(timeout_s=1.0, cache_path=cache))
+    with pytest.raises(ValueError, match="search_engine=retriever does not answer"):
+        await open_search(config)
+
+
 async def test_a_server_that_was_not_started_is_said_with_how_to_start_it():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -50,7 +72,6 @@ async def test_http_is_ready_when_its_server_answers(corpus):
 
     import uvicorn
 
-    from scrl.handler.config import HandlerConfig
     from scrl.handler.server_handler import create_app
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
