@@ -7,7 +7,10 @@ STEPS = ("trainer.deterministic=true", "trainer.total_training_steps=6", "traine
 
 def learned(run) -> list[dict]:
     """What a step says about data, episodes and weights: everything but the clock."""
-    timed = ("timing_s/", "perf/time", "perf/throughput", "perf/gen_tokens", "perf/overhead", "perf/engine_busy", "perf/max_memory")
+    timed = (
+        "timing_s/",
+        *(f"perf/{n}" for n in ("time", "throughput", "gen_tokens", "overhead", "engine_busy", "max_mem")),
+    )
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.metrics]
 
 

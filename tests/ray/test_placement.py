@@ -7,7 +7,6 @@ import ray
 
 from verl.single_controller import ResourcePool
 
-
 pytestmark = pytest.mark.timeout(600)
 
 

@@ -1,4 +1,4 @@
-"""Arms are compared by seed: known means and intervals, runs that ended early, and the log that gives the same again."""
+"""Arms are compared by seed: known means and intervals, runs that ended early, a log that gives the same again."""
 
 import json
 import subprocess

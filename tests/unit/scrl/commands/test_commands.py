@@ -1,4 +1,4 @@
-"""The commands by hand: the demo's corpus is searched and browsed, the demo's policy answers, mistakes are a sentence."""
+"""The commands by hand: the demo's corpus is searched and browsed, its policy answers, a mistake is one sentence."""
 
 import argparse
 import asyncio
