@@ -1,28 +1,57 @@
-"""Where a run's metrics go: console, metrics.jsonl, TensorBoard, SwanLab. A backend that fails never ends the run."""
+"""Where a run's metrics, sample episodes and alerts go: console, metrics.jsonl, TensorBoard, SwanLab, webhooks.
+
+A backend that fails never ends the run.
+"""
 
 import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from verl.trainer.config import Config, to_dict
+from verl.utils.episode_text import episode_text, ranked
 from verl.utils.jsonl import continue_jsonl
+from verl.utils.notify import WebhookNotifier
 
 log = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
 
 
-class Backend(Protocol):
-    def log(self, step: int, metrics: Metrics) -> None: ...
+# Section of SwanLab's and TensorBoard's charts -> beginnings of the metric names in it; of several the longest counts.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Score": ("critic/score", "critic/rewards", "reward/", "custom/"),
+    "Validation": ("val/",),
+    "Behaviour": ("behavior/", "episodes/", "curriculum/"),
+    "Search": ("search/", "browse/", "chain/"),
+    "Learning": ("actor/", "critic/", "adv/", "filter_groups/"),
+    "Stability": ("stability/", "alerts/", "training/", "rollout_corr/", "actor/grad_norm", "actor/llds"),
+    "Lengths": ("prompt_length", "response_length"),
+    "Time": ("timing_s/", "perf/", "rollout/"),
+    "Samples": ("samples/",),
+}
 
-    def close(self) -> None: ...
+
+class Backend:
+    """One place where things go. By itself it does nothing: a backend says what it takes."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """One step's numbers by name."""
+
+    def log_text(self, step: int, texts: Mapping[str, str]) -> None:
+        """Texts of one step by name."""
+
+    def close(self, error: BaseException | None) -> None:
+        """``error``: what the run ended with, if not well."""
 
 
 class Tracking:
@@ -40,12 +69,28 @@ class Tracking:
             made = self._guard(name, lambda name=name: BACKENDS[name](config, run_dir, total_steps, resume_step))
             if made is not None:
                 self._backends[name] = made
+        self._notifier = WebhookNotifier(config.trainer.experiment_name, os.environ)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """``metrics``: one step's numbers by name; NumPy and torch scalars will do."""
         numbers = {name: _number(value) for name, value in metrics.items()}
-        for name, backend in list(self._backends.items()):
-            self._guard(name, lambda backend=backend: backend.log(step, numbers))
+        self._each(lambda backend: backend.log(step, numbers))
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
+        """The worst, the median and the best of a step's episodes (``rows`` of ``batch.episode_rows``) as texts
+        ``samples/{kind}/{worst,median,best}``; ``kind``: train or val. Episodes without a score are left out."""
+        texts = {f"samples/{kind}/{rank}": episode_text(row) for rank, row in ranked(rows).items()}
+        if texts:
+            self._each(lambda backend: backend.log_text(step, texts))
+
+    def alert(self, step: int, messages: Mapping[str, str]) -> None:
+        """What left its range at this step: a message by metric. People see them, and webhooks send what is new."""
+        if not messages:
+            return
+        for message in messages.values():
+            self.say(message, warn=True)
+        self._each(lambda backend: backend.log_text(step, {"alerts/messages": "\n".join(messages.values())}))
+        self._notifier.alert(step, messages)
 
     def say(self, text: str, warn: bool = False) -> None:
         """A line for people, above the progress bar. Without a console only a warning (``warn``) is shown."""
@@ -61,16 +106,20 @@ class Tracking:
         if isinstance(console, ConsoleBackend):
             self._guard("console", lambda: console.status(text))
 
-    def close(self) -> None:
-        for name, backend in list(self._backends.items()):
-            self._guard(name, backend.close)
+    def close(self, error: BaseException | None = None) -> None:
+        self._each(lambda backend: backend.close(error))
         self._backends.clear()
+        self._notifier.close()
 
     def __enter__(self) -> "Tracking":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
+
+    def _each(self, action: Callable[[Backend], None]) -> None:
+        for name, backend in list(self._backends.items()):
+            self._guard(name, lambda backend=backend: action(backend))
 
     def _guard(self, name: str, action: Callable[[], Any]) -> Any:
         try:
@@ -82,7 +131,7 @@ class Tracking:
             return None
 
 
-class JsonlBackend:
+class JsonlBackend(Backend):
     """``metrics.jsonl``: one object a step. Numbers come back to the last bit; NaN and infinities are null."""
 
     def __init__(self, config: Config, run_dir: Path, total_steps: int, resume_step: int) -> None:
@@ -95,38 +144,55 @@ class JsonlBackend:
         self._file.write(json.dumps({"step": step, **row}) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None) -> None:
         self._file.close()
 
 
-class TensorboardBackend:
-    """Event files under ``tensorboard/``. Steps that a resumed run repeats are purged."""
+class TensorboardBackend(Backend):
+    """Event files under ``tensorboard/``. Steps that a resumed run repeats are purged.
+
+    Scalars keep their names; the sections are in the tab "Custom scalars".
+    """
 
     def __init__(self, config: Config, run_dir: Path, total_steps: int, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
+        self._known: dict[str, None] = {}  # in the order of their coming
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+        if not metrics.keys() <= self._known.keys():  # the newest layout counts
+            self._known |= dict.fromkeys(metrics)
+            self._writer.add_custom_scalars(chart_layout(self._known))
         self._writer.flush()
 
-    def close(self) -> None:
+    def log_text(self, step: int, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            self._writer.add_text(name, textwrap.indent(text, " " * 4), step)  # Markdown's way to leave it as it is
+
+    def close(self, error: BaseException | None) -> None:
         self._writer.close()
 
 
-class SwanlabBackend:
+class SwanlabBackend(Backend):
     """SwanLab: online with ``SWANLAB_API_KEY``, else offline under ``swanlog/`` (``swanlab sync`` uploads it later).
 
-    ``SWANLAB_MODE`` (online, offline, local, disabled) overrides. Never asks for a key.
+    ``SWANLAB_MODE`` (online, offline, local, disabled) overrides; local, for ``swanlab watch``, needs swanboard. Never
+    asks for a key.
     """
 
     def __init__(self, config: Config, run_dir: Path, total_steps: int, resume_step: int) -> None:
         import swanlab  # takes seconds, so only where it is wanted
 
+        mode = os.environ.get("SWANLAB_MODE") or ("online" if os.environ.get("SWANLAB_API_KEY") else "offline")
+        if mode == "local" and not find_spec("swanboard"):  # SwanLab would go on, and show nothing in the end
+            raise ValueError("SWANLAB_MODE=local needs the dashboard: pip install --no-deps swanboard peewee ujson")
+
+        self._text = swanlab.Text
         self._run = swanlab.init(
-            mode=os.environ.get("SWANLAB_MODE") or ("online" if os.environ.get("SWANLAB_API_KEY") else "offline"),
+            mode=mode,
             log_dir=str(run_dir / "swanlog"),
             project=config.trainer.project_name,
             name=config.trainer.experiment_name,
@@ -134,15 +200,25 @@ class SwanlabBackend:
             # The terminal stays ours: its capture would break the progress bar.
             settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
         )
+        for section, beginnings in SECTIONS.items():
+            for beginning in beginnings:
+                self._run.define_metric(f"{beginning}*", section_name=section)
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def log_text(self, step: int, texts: Mapping[str, str]) -> None:
+        self._run.log({name: self._text(text) for name, text in texts.items()}, step=step)
+
+    def close(self, error: BaseException | None) -> None:
+        if error is None:
+            self._run.finish()
+        else:
+            state = "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
+            self._run.finish(state, error=f"{type(error).__name__}: {error}")
 
 
-class ConsoleBackend:
+class ConsoleBackend(Backend):
     """A line a step under a header that returns now and then; on a terminal a progress bar below.
 
     Piped into a file the lines are the same and nothing else is written: no bar, no control codes.
@@ -208,8 +284,9 @@ class ConsoleBackend:
         """One step: a value a column ("-" where there is none), then the largest shares of its time."""
         cells = []
         for _, metric, width, form in self.COLUMNS:
-            text = format(metrics[metric], form) if metric in metrics else "-"
-            cells.append(f"{text + ' s' if metric == 'timing_s/step' else text:>{width}}")
+            unit = " s" if metric == "timing_s/step" else ""
+            text = _fitting(metrics[metric], form, width - 1 - len(unit)) if metric in metrics else "-"
+            cells.append(f" {text + unit:>{width - 1}}")  # the space keeps columns apart whatever is in them
         return f"{f'{step}/{self._total}':>{self._step_width}}{''.join(cells)}  {self._shares(metrics)}"
 
     def validation_line(self, step: int, metrics: Metrics) -> str:
@@ -238,7 +315,7 @@ class ConsoleBackend:
         if self._progress is not None:
             self._progress.update(self._task, description=self.PHASES.get(text, text))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None) -> None:
         if self._progress is not None:
             self._progress.stop()
 
@@ -272,6 +349,35 @@ BACKENDS: dict[str, Callable[[Config, Path, int, int], Backend]] = {
     "tensorboard": TensorboardBackend,
     "swanlab": SwanlabBackend,
 }
+
+
+def section_of(name: str) -> str:
+    """Where a metric's chart stands; "Other" for a name that nobody foresaw."""
+    fitting = [
+        (len(start), section) for section, starts in SECTIONS.items() for start in starts if name.startswith(start)
+    ]
+    return max(fitting)[1] if fitting else "Other"
+
+
+def chart_layout(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    """TensorBoard's layout: a category a section, a chart a metric; what is one quantity, such as mean, max and min
+    of a score or F1 by source, shares a chart."""
+    charts: dict[str, dict[str, list[str]]] = {section: {} for section in (*SECTIONS, "Other")}
+    for name in names:
+        quantity, _, _ = name.rpartition("/")
+        title = quantity if "/" in quantity or quantity.endswith("_length") else name
+        charts[section_of(name)].setdefault(title, []).append(f"^{re.escape(name)}$")
+    return {
+        section: {title: ["Multiline", tags] for title, tags in found.items()}
+        for section, found in charts.items()
+        if found
+    }
+
+
+def _fitting(value: float, form: str, width: int) -> str:
+    """``value`` in ``form``, or in a shorter one where that is wider than ``width``."""
+    texts = [format(value, each) for each in (form, ".1e", ".0e")]
+    return next((text for text in texts if len(text) <= width), texts[-1])
 
 
 def _number(value: Any) -> float:

@@ -488,8 +488,7 @@ class RayPPOTrainer:
             metrics["reward/custom_failed"] = float(info["custom_failed"].sum())
         gaps = rollout_gaps(*log_probs).tolist() + [math.nan] * (len(episodes) - len(sample.episodes))  # not measured
         metrics |= self.monitor.observe(self.step, episodes, info["return"].tolist(), metrics | updated, gaps)
-        for alert in self.monitor.alerts:
-            self.tracking.say(alert.message, warn=True)
+        self.tracking.alert(self.step, {alert.metric: alert.message for alert in self.monitor.alerts})
         if self._goes_back:
             metrics["alerts/rollbacks"] = float(self._rollbacks)
         inputs, options = self._rewarded(sample.batch)
@@ -526,6 +525,7 @@ class RayPPOTrainer:
         name = "rollout" if trainer.val_only else "val"
         rows = episode_rows(episodes, self.tokenizer, info)
         self._write_rows(f"{name}_step_{0 if trainer.val_only else self.step}.json", rows)
+        self.tracking.log_samples(self.step, rows, "val")
         return validation_metrics(episodes, info) | {"timing_s/testing": watch.seconds["testing"]}
 
     def write_rollouts(self, name: str, sample: Sample, left_out: Sample | None) -> None:
@@ -535,6 +535,7 @@ class RayPPOTrainer:
             more = episode_rows(left_out.episodes, self.tokenizer, left_out.info)
             rows += [row | {"filtered": True} for row in more]
         self._write_rows(name, rows)
+        self.tracking.log_samples(self.step, rows, "train")
 
     def _write_rows(self, name: str, rows: list[dict[str, Any]]) -> None:
         folder = self.dir / "rollout"

@@ -6,14 +6,23 @@ import logging
 import math
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
 
 from verl.trainer.config import Config, from_dict
 from verl.utils import tracking
+from verl.utils.episode_text import episode_text, ranked
 from verl.utils.tracking import Tracking
+
+ROOT = Path(__file__).resolve().parents[4]
 
 STEP = {
     "critic/score/mean": -0.3125,
@@ -77,7 +86,7 @@ def test_a_backend_that_fails_is_named_once_and_the_others_go_on(tmp_path, monke
         def log(self, step, metrics):
             raise OSError("disk gone\nand more")
 
-        def close(self):
+        def close(self, error):
             raise AssertionError("closed although it was off")
 
     def refuse(*_):
@@ -116,6 +125,25 @@ def test_a_pipe_gets_one_plain_line_a_step(monkeypatch, tmp_path):
     )
     assert second.split() == ["2/40", *["-"] * 7, "10.0", "s"]
     assert header.index("time") + len("time") == first.index(" s ") + 2  # columns line up
+
+
+@pytest.mark.parametrize("size", [5.39e-05, 1e-300, 0.0, 0.125, 123456.7, 9.87e12, 1e300, math.nan, math.inf])
+def test_columns_stay_apart_for_every_magnitude(monkeypatch, tmp_path, size):
+    stream, tracker = piped(monkeypatch, tmp_path)
+    for value in (size, -size):
+        tracker.log(1, {metric: value for _, metric, _, _ in tracking.ConsoleBackend.COLUMNS})
+    header, *lines = stream.getvalue().splitlines()
+    for line, value in zip(lines, (size, -size), strict=True):
+        shown = [float(text.replace(",", "")) for text in line.removesuffix(" s  ").split()[1:]]
+        assert shown == pytest.approx([value] * len(tracking.ConsoleBackend.COLUMNS), rel=0.4, abs=0.51, nan_ok=True)
+    if size < 1e99 or size == math.inf:  # such columns line up, too
+        assert header.index("time") + len("time") == lines[0].rindex(" s") + 2
+
+
+def test_a_small_gradient_norm_is_shown(monkeypatch, tmp_path):
+    stream, tracker = piped(monkeypatch, tmp_path)
+    tracker.log(1, STEP | {"behavior/search_depth": 0.12, "actor/grad_norm": 5.391e-05})
+    assert " 0.12 5.4e-05 " in stream.getvalue()
 
 
 def test_the_header_returns(monkeypatch, tmp_path):
@@ -174,6 +202,113 @@ def test_tensorboard_drops_the_steps_that_are_repeated(tmp_path):
     assert found == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("critic/score/mean", "Score"),
+        ("critic/advantages/max", "Learning"),
+        ("actor/kl_loss", "Learning"),
+        ("actor/grad_norm", "Stability"),  # the longest beginning counts
+        ("training/rollout_probs_diff_mean", "Stability"),
+        ("behavior/query_diversity", "Behaviour"),
+        ("response_length/sampled", "Lengths"),
+        ("timing_s/gen", "Time"),
+        ("val/f1/mean", "Validation"),
+        ("loss", "Other"),
+    ],
+)
+def test_sections_of_metrics(name, section):
+    assert tracking.section_of(name) == section
+
+
+def test_every_metric_of_a_step_has_a_section():
+    names = set(STEP)
+    for source in (ROOT / "verl").rglob("*.py"):  # literal names, and beginnings such as f"search/{name}"
+        names |= set(re.findall(r'metrics\[f?"([a-z_]+/[^"]+)"\]', source.read_text()))
+        names |= set(re.findall(r'^ +f?"([a-z_]+/[^"]+)": ', source.read_text(), re.MULTILINE))
+    assert "critic/score/mean" in names and len(names) > 20
+    assert [name for name in sorted(names) if tracking.section_of(name) == "Other"] == []
+
+
+def test_one_quantity_shares_a_chart():
+    names = ["critic/score/mean", "critic/score/max", "response_length/mean", "response_length/min", "reward/f1"]
+    assert tracking.chart_layout([*names, "reward/em"]) == {
+        "Score": {
+            "critic/score": ["Multiline", ["^critic/score/mean$", "^critic/score/max$"]],
+            "reward/f1": ["Multiline", ["^reward/f1$"]],
+            "reward/em": ["Multiline", ["^reward/em$"]],
+        },
+        "Lengths": {"response_length": ["Multiline", ["^response_length/mean$", "^response_length/min$"]]},
+    }
+
+
+def row(score: float, **more) -> dict:
+    """An episode as ``episode_rows`` writes it, with one search."""
+    call = {"name": "web_search", "arguments": {"query": ["Lucky Ocean author", "x" * 150]}}
+    turns = [
+        {"kind": "tool_call", "think": "Who\nwrote it?", "queries": call["arguments"]["query"], "tool_call": call},
+        {"kind": "malformed", "think": "", "reason": "no tag", "text": "<script>alert(1)</script>"},
+        {"kind": "answer", "think": "Found.", "queries": [], "answer": "Nanlorr"},
+    ]
+    return {
+        "question": f"Where? {score}",
+        "ground_truths": ["Nanlorr", "Nanlor"],
+        "data_source": "demo",
+        "finish": "answer",
+        "turns": turns,
+        "reward": {"score": score, "f1": 1.0, "valid": 1.0},
+    } | more
+
+
+def test_an_episode_as_text():
+    assert episode_text(row(0.25)).splitlines() == [
+        "question: Where? 0.25",
+        "gold: Nanlorr | Nanlor",
+        "score 0.250, F1 1.000, answer, demo",
+        "",
+        "1 think: Who",
+        "wrote it?",
+        "1 web_search: Lucky Ocean author",
+        "1 web_search: " + "x" * 96,
+        "  " + "x" * 54,
+        "",
+        "2 malformed (no tag): <script>alert(1)</script>",
+        "",
+        "3 think: Found.",
+        "3 answer: Nanlorr",
+    ]
+
+
+def test_worst_median_and_best_leave_out_what_has_no_score():
+    failed = row(9.0, finish="error")
+    unscored = row(-9.0, reward={"score": -9.0, "f1": 0.0, "valid": 0.0})
+    rows = [row(0.5), failed, row(-1.0), unscored, row(0.0), row(1.0)]
+    assert {rank: chosen["reward"]["score"] for rank, chosen in ranked(rows).items()} == {
+        "worst": -1.0,
+        "median": 0.5,
+        "best": 1.0,
+    }
+    assert ranked([failed, unscored]) == {}
+
+
+def test_tensorboard_shows_the_sections_samples_and_alerts(tmp_path):
+    with Tracking(config("tensorboard"), tmp_path, total_steps=2) as tracker:
+        tracker.log(0, {"val/f1/mean": 0.1})
+        tracker.log_samples(1, [row(0.25), row(0.75)], "train")
+        tracker.alert(1, {"behavior/depth": "step 1: depth is 0"})
+        tracker.log(1, {"critic/score/mean": 0.5})
+    events = EventMultiplexer().AddRun(str(tmp_path / "tensorboard"), "run").Reload()
+    provider = MultiplexerDataProvider(events, str(tmp_path))
+    plugin = CustomScalarsPlugin(TBContext(data_provider=provider))
+    layout = json.loads(plugin.layout_impl(RequestContext(), ""))
+    assert [category["title"] for category in layout["category"]] == ["Score", "Validation"]  # the newest layout
+    (text,) = events.Tensors("run", "samples/train/best/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert "    question: Where? 0.75" in shown and all(line[:4] in ("", "    ") for line in shown.splitlines())
+    (alert,) = events.Tensors("run", "alerts/messages/text_summary")
+    assert alert.tensor_proto.string_val[0].decode().strip() == "step 1: depth is 0"
+
+
 def test_swanlab_works_offline_without_an_account(tmp_path, monkeypatch, caplog):
     pytest.importorskip("swanlab")
     for name in ("SWANLAB_API_KEY", "SWANLAB_MODE"):
@@ -181,8 +316,32 @@ def test_swanlab_works_offline_without_an_account(tmp_path, monkeypatch, caplog)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     stdout = sys.stdout
     with Tracking(config("swanlab"), tmp_path, total_steps=2) as tracker:
-        tracker.log(1, {"critic/score/mean": 0.25, "bad": math.nan})
+        tracker.alert(1, {"behavior/depth": "step 1: depth is 0"})
+        tracker.log_samples(1, [row(0.25)], "val")
+        tracker.log(1, {"critic/score/mean": 0.25, "actor/grad_norm": 1.0, "bad": math.nan})
         assert sys.stdout is stdout
-    assert not caplog.records
-    written = list((tmp_path / "swanlog").glob("run-*/*.swanlab"))
-    assert len(written) == 1 and b"critic/score/mean" in written[0].read_bytes()
+    assert [record.message for record in caplog.records] == ["step 1: depth is 0"]  # no console here to show it
+    (written,) = (tmp_path / "swanlog").glob("run-*/*.swanlab")
+    record = written.read_bytes()
+    for name, section in ((b"critic/score/mean", b"Score"), (b"actor/grad_norm", b"Stability")):
+        assert section in record[record.index(name) :][:80]
+    texts = {path.read_text() for path in (tmp_path / "swanlog").glob("run-*/media/text/*.txt")}
+    assert texts == {"step 1: depth is 0", episode_text(row(0.25))}
+
+
+def test_swanlab_learns_how_the_run_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    with pytest.raises(ValueError), Tracking(config("swanlab"), tmp_path, total_steps=2):
+        raise ValueError("the disk is full")
+    (written,) = (tmp_path / "swanlog").glob("run-*/*.swanlab")
+    assert b"ValueError: the disk is full" in written.read_bytes()
+
+
+def test_local_mode_without_its_dashboard_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("SWANLAB_MODE", "local")
+    monkeypatch.setitem(sys.modules, "swanboard", None)
+    with Tracking(config("swanlab"), tmp_path, total_steps=1):
+        pass
+    (record,) = caplog.records
+    assert record.message.startswith("tracking: swanlab is off") and "pip install --no-deps swanboard" in record.message
