@@ -140,13 +140,14 @@ def _draw_arm(axes: plt.Axes, arm: Arm, metric: str, colour: str) -> None:
     by_step: dict[float, list[float]] = {}
     for run in arm.runs:
         steps, values = run.series(metric)
-        axes.plot(steps, values, color=colour, lw=0.7, alpha=0.25)
+        axes.plot(steps, values, color=colour, lw=0.7, alpha=0.25, marker="o" if len(steps) == 1 else None, ms=3)
         for step, value in zip(steps, values, strict=True):
             by_step.setdefault(step, []).append(value)
     if by_step:
         steps = np.array(sorted(by_step))
         means = np.array([np.mean(by_step[step]) for step in steps])
-        axes.plot(steps, smooth(means) if len(means) >= 24 else means, color=colour, lw=2)
+        marker = "o" if len(means) == 1 else None
+        axes.plot(steps, smooth(means) if len(means) >= 24 else means, color=colour, lw=2, marker=marker)
 
 
 def write_logs(arms: Sequence[Arm], metrics: Sequence[str], folder: Path) -> None:
@@ -183,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = table(arms, args.metrics, args.steps or sorted({1, (last + 1) // 2, last}), args.window)
         out.mkdir(parents=True, exist_ok=True)
         (out / "table.md").write_text(text, encoding="utf-8")
-        draw(arms, args.metrics, args.folder.name).savefig(out / "plot.png", dpi=110, facecolor="white")
+        draw(arms, args.metrics, args.folder.name).savefig(out / "plot.png", dpi=80, facecolor="white")
         if out.resolve() != args.folder.resolve():
             write_logs(arms, args.metrics, out)
     except (ValueError, OSError) as error:

@@ -36,7 +36,7 @@ wait_for_all
 
 SEEDS="${all_seeds#* }" # the fit's own run is the first seed's
 for name in "${estimators[@]}"; do
-    best="$(python "$root/scripts/compare_runs.py" "$folder" --best "${name}_lr" --metrics reward/f1 --window 4)"
+    best="$(python "$root/scripts/compare_runs.py" "$folder" --best "${name}_lr" --metrics reward/f1 --window 4)" || continue
     estimator "$name" "${best#"${name}_lr"}"
 done
 finish --steps 1 4 8 10 12 --metrics critic/advantages/min critic/advantages/max actor/pg_loss actor/grad_norm reward/f1 behavior/search_depth \
