@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -15,6 +16,9 @@ from scrl.handler.contexts import EpisodeContexts
 from scrl.handler.metrics import HandlerMetrics
 from scrl.handler.wire import (
     EXECUTION_PATH,
+    MAX_ITEMS,
+    RELEASE_PATH,
+    RELEASE_TIMEOUT_S,
     Item,
     checked_url,
     encode_json,
@@ -47,6 +51,8 @@ class HttpSearchHandler:
         self._client = http_client()
         self._metrics = HandlerMetrics()
         self._contexts = EpisodeContexts()
+        self._ended: deque[str] = deque(maxlen=MAX_ITEMS)  # episodes whose end the server hasn't been told of
+        self._releasing = False
         self._lock = threading.Lock()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -86,8 +92,11 @@ class HttpSearchHandler:
         return future
 
     def release(self, episode_id: str) -> None:
-        """The episode has ended: forget the URLs that it saw."""
+        """The episode has ended: forget what it found, here and, as soon as it hears of it, on the server."""
         self._contexts.release(episode_id)
+        with self._lock:
+            if episode_id and not self._closed:
+                self._loop.call_soon_threadsafe(self._begin_release, episode_id)
 
     def metrics(self) -> dict[str, float]:
         """Counts and latencies since the start, as ``search/...``; see HandlerMetrics."""
@@ -139,6 +148,29 @@ class HttpSearchHandler:
         task = self._loop.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _begin_release(self, episode_id: str) -> None:
+        self._ended.append(episode_id)
+        if not self._releasing:
+            self._releasing = True
+            task = self._loop.create_task(self._release_ended())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _release_ended(self) -> None:
+        """Tell the server, one request at a time. One that fails is only counted: the server's memory is bounded."""
+        while self._ended:
+            body = encode_json({"episode_ids": list(self._ended)})
+            count = len(self._ended)
+            self._ended.clear()
+            try:
+                async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                    told = not problem_of(await self._client.post(self._url + RELEASE_PATH, content=body))
+            except (httpx.HTTPError, TimeoutError):
+                told = False
+            if not told:
+                self._metrics.count("unreleased", count)
+        self._releasing = False
 
     async def _ask(self, item: Item, asked: int, started: float, deadline: float) -> ToolResult:
         broken: list[str] = []  # the last connection error

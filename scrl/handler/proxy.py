@@ -27,8 +27,11 @@ from scrl.handler.config import HandlerConfig, config_from_arguments
 from scrl.handler.http_service import json_response, make_app, prometheus, serve
 from scrl.handler.wire import (
     EXECUTION_PATH,
+    RELEASE_PATH,
+    RELEASE_TIMEOUT_S,
     ExecutionRequest,
     Item,
+    ReleaseRequest,
     checked_url,
     encode_json,
     failed,
@@ -109,6 +112,19 @@ class Balancer:
         answers = [answer for answer in batch.answers if answer is not None]
         assert len(answers) == len(items)
         return answers
+
+    async def release(self, episode_ids: list[str]) -> int:
+        """Tell every server that is up; how many of them heard. One that didn't forgets its oldest episodes itself."""
+        body = encode_json({"episode_ids": episode_ids})
+
+        async def tell(server: _Server) -> bool:
+            try:
+                async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                    return not problem_of(await self._client.post(server.url + RELEASE_PATH, content=body))
+            except (httpx.HTTPError, TimeoutError):
+                return False
+
+        return sum(await asyncio.gather(*(tell(server) for server in self._servers if not server.down.is_set())))
 
     @property
     def is_up(self) -> bool:
@@ -254,6 +270,10 @@ def create_proxy_app(config: HandlerConfig) -> FastAPI:
     async def handle_execution(request: ExecutionRequest) -> Response:
         timeout_s = min(request.timeout_s or config.timeout_s, config.timeout_s)
         return json_response({"query_contents": await balancer.run(request.query_contents, timeout_s)})
+
+    @app.post(RELEASE_PATH)
+    async def release(request: ReleaseRequest) -> Response:
+        return json_response({"servers": await balancer.release(request.episode_ids)})
 
     @app.get("/health")
     async def health() -> Response:

@@ -3,7 +3,7 @@
     python scrl/handler/server_handler.py index_corpus=data/demo/corpus.jsonl [port=5005] [key=value ...]
 
 Keys: config.yaml beside this file (``--config`` reads another). ``POST /handle_execution`` runs tool calls, see
-wire.py; ``GET /health``; ``GET /metrics`` for Prometheus.
+wire.py; ``POST /release`` ends episodes; ``GET /health``; ``GET /metrics`` for Prometheus.
 """
 
 import asyncio
@@ -22,8 +22,10 @@ from scrl.handler.handler import SearchHandler
 from scrl.handler.http_service import json_response, make_app, prometheus, serve
 from scrl.handler.wire import (
     EXECUTION_PATH,
+    RELEASE_PATH,
     ExecutionRequest,
     Item,
+    ReleaseRequest,
     answered,
     failed,
     read_call,
@@ -69,6 +71,12 @@ def create_app(config: HandlerConfig, handler: SearchHandler | None = None) -> F
         timeout_s = min(request.timeout_s or config.timeout_s, config.timeout_s)
         answers = await asyncio.gather(*(run(item, timeout_s) for item in request.query_contents))
         return json_response({"query_contents": answers})
+
+    @app.post(RELEASE_PATH)
+    async def release(request: ReleaseRequest) -> Response:
+        for episode_id in request.episode_ids:
+            handler.release(episode_id)
+        return json_response({"released": len(request.episode_ids)})
 
     @app.get("/health")
     async def health() -> Response:

@@ -3,7 +3,7 @@
 DeepResearcher's: ``{"query_contents": [{idx, question, think, tool_call, total_number}, ...]}`` comes back as the same
 items with ``content``, the text that the policy reads. Ours add, all optional: ``timeout_s`` beside the list, and in an
 item ``episode_id`` and ``allowed_urls`` (what the episode's searches found, so what it may browse) on the way there,
-``result`` (every field of ToolResult) on the way back.
+``result`` (every field of ToolResult) on the way back. ``POST /release`` says which episodes have ended.
 """
 
 import json
@@ -21,6 +21,8 @@ from scrl.llm_agent.prompts import render_error, render_observation
 from scrl.types import ToolCall, ToolResult
 
 EXECUTION_PATH = "/handle_execution"
+RELEASE_PATH = "/release"
+RELEASE_TIMEOUT_S = 5.0  # nobody waits for a release; a server that doesn't hear of one forgets the oldest episodes
 TOKEN_VARIABLE = "SCRL_TOKEN"
 MAX_ITEMS = 4096  # calls in one request
 _RESULT = TypeAdapter(ToolResult)
@@ -33,6 +35,12 @@ class ExecutionRequest(BaseModel):
 
     query_contents: Annotated[list[Item], Field(max_length=MAX_ITEMS)]
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class ReleaseRequest(BaseModel):
+    """Episodes that have ended: what they found and read may be forgotten."""
+
+    episode_ids: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=MAX_ITEMS)]
 
 
 def service_token() -> str:

@@ -1,6 +1,7 @@
 """The HTTP client as a search handler: the same answers and counts as in-process, deadlines, retries, endings."""
 
 import json
+import queue
 import socket
 import threading
 import time
@@ -211,6 +212,10 @@ def test_an_episode_may_browse_what_its_searches_found_until_it_is_released(serv
 
         def __init__(self) -> None:
             self.told: list[tuple[str, str, str, list[str] | None]] = []
+            self.released: queue.Queue[str] = queue.Queue()
+
+        def release(self, episode_id: str) -> None:
+            self.released.put(episode_id)
 
         def submit(self, call, timeout_s, *, episode_id, question, allowed_urls) -> "Future[ToolResult]":
             self.told.append((call.name, episode_id, question, allowed_urls))
@@ -229,12 +234,37 @@ def test_an_episode_may_browse_what_its_searches_found_until_it_is_released(serv
         handler.submit(browse, episode_id="e1", question="who?").result(30)
         handler.release("e1")
         handler.submit(browse, episode_id="e1").result(30)
+        assert recording.released.get(timeout=20) == "e1", "the server was not told"
     assert recording.told == [
         ("web_search", "e1", "who?", None),
         ("web_search", "e2", "", None),
         ("browse_webpage", "e1", "who?", ["https://a.example", "https://b.example"]),
         ("browse_webpage", "e1", "", []),
     ]
+
+
+def test_a_release_reaches_every_server_behind_proxies_and_its_failure_is_only_counted(serve_app):
+    config = HandlerConfig()
+    handlers = [SearchHandler(config, Backend()) for _ in range(2)]
+    urls = tuple(serve_app(create_app(config, handler)) for handler in handlers)
+    inner = serve_app(create_proxy_app(HandlerConfig(server_url_list=urls)))
+    outer = serve_app(create_proxy_app(HandlerConfig(server_url_list=(inner,))))
+    with HttpSearchHandler(outer, config) as client:
+        for number in range(4):
+            client.submit(search("a"), episode_id=f"e{number}").result(30)
+        assert sum(len(handler._contexts) for handler in handlers) == 4
+        for number in range(4):
+            client.release(f"e{number}")
+        deadline = time.monotonic() + 20
+        while any(len(handler._contexts) for handler in handlers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [len(handler._contexts) for handler in handlers] == [0, 0]
+        assert "search/unreleased" not in client.metrics()
+    with HttpSearchHandler("http://127.0.0.1:9", config) as client:
+        client.release("e")
+        while not client.metrics().get("search/unreleased") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert client.metrics()["search/unreleased"] == 1 and client.metrics()["search/errors"] == 0
 
 
 @pytest.mark.parametrize("arguments", [None, {}, {"query": "lone"}, {"query": [object()]}, {"query": {}}, {"a": [1]}])
