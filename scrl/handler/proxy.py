@@ -1,9 +1,11 @@
 """The proxy before several search servers, with the same API as theirs, so that proxies stack.
 
-A request's calls are shared out so that each server has about as many outstanding as the others. A server that can't be
+A request's calls are shared out so that each server has about as many outstanding as the others; the pages of one
+episode are all read by one server, which remembers what it has told that episode. A server that can't be
 reached, or that fails its health checks, is *down*: what it was asked moves to the others, and it is asked again as
 soon as it is healthy. A call is answered once, whichever server did it last; a search that a dead server had begun is
-done again. With every server down, calls wait for one until their deadline.
+done again. A call that was under way when server after server broke is given up, since it may be what breaks them. With
+every server down, calls wait for one until their deadline.
 
     python scrl/handler/handler.py 'server_url_list=[http://127.0.0.1:5005,http://127.0.0.1:5006]' [key=value ...]
 
@@ -16,6 +18,7 @@ import logging
 import random
 import sys
 import time
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -46,6 +49,7 @@ logger = logging.getLogger(__name__)
 HEALTH_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_FAILURES = 2  # in a row: one may be a busy moment
+MAX_MOVES = 3  # of a call, from servers that broke while they had it
 
 
 @dataclass(eq=False)
@@ -75,7 +79,11 @@ class _Batch:
 
 
 class _Unreachable(Exception):
-    """The server didn't answer; another may."""
+    """The server didn't answer; another may. ``asked``: it had the calls, so they may be why."""
+
+    def __init__(self, asked: bool) -> None:
+        super().__init__()
+        self.asked = asked
 
 
 class _Refused(Exception):
@@ -143,8 +151,13 @@ class Balancer:
             for server in self._servers
         }
 
-    async def _share_out(self, batch: _Batch, places: Sequence[int], refused: dict[_Server, str]) -> None:
-        """Answer ``places`` of ``batch``. ``refused``: servers not to be asked again, and what they replied."""
+    async def _share_out(
+        self, batch: _Batch, places: Sequence[int], refused: dict[_Server, str], moves: int = 0
+    ) -> None:
+        """Answer ``places`` of ``batch``. ``refused``: servers not to be asked again, and what they replied.
+
+        ``moves``: servers that broke while they had these calls.
+        """
         candidates = [server for server in self._servers if server not in refused]
         if not candidates:
             batch.give_up(places, "bad_reply", f"No search server gave an answer: {'; '.join(refused.values())}.")
@@ -157,10 +170,21 @@ class Balancer:
             return
         shares: dict[_Server, list[int]] = {}
         for place in places:
-            least = min(up, key=lambda server: (server.outstanding, server.answered))
-            least.outstanding += 1
-            shares.setdefault(least, []).append(place)
-        await asyncio.gather(*(self._serve(server, batch, share, refused) for server, share in shares.items()))
+            chosen = self._home(batch.items[place], up)
+            chosen = chosen or min(up, key=lambda server: (server.outstanding, server.answered))
+            chosen.outstanding += 1
+            shares.setdefault(chosen, []).append(place)
+        await asyncio.gather(*(self._serve(server, batch, share, refused, moves) for server, share in shares.items()))
+
+    def _home(self, item: Item, up: Sequence[_Server]) -> _Server | None:
+        """The one server that reads pages for the item's episode; None for a search, which any may do."""
+        episode_id, call = item.get("episode_id"), item.get("tool_call")
+        name = call.get("name") if isinstance(call, dict) else call
+        if not episode_id or "browse_webpage" not in str(name):
+            return None
+        number = zlib.crc32(encode_json(episode_id))  # the same in every process, as hash() is not
+        home = self._servers[number % len(self._servers)]
+        return home if home in up else up[number % len(up)]  # only a lost server's episodes move
 
     async def _wait_for_some(self, candidates: Sequence[_Server], deadline: float) -> list[_Server]:
         """Those of ``candidates`` that are up, as soon as there is one; none after ``deadline``."""
@@ -173,21 +197,28 @@ class Balancer:
                 await self._recovery.wait_for(up)
         return up() if time.monotonic() < deadline else []
 
-    async def _serve(self, server: _Server, batch: _Batch, share: list[int], refused: dict[_Server, str]) -> None:
+    async def _serve(
+        self, server: _Server, batch: _Batch, share: list[int], refused: dict[_Server, str], moves: int
+    ) -> None:
         """Have ``server`` answer ``share``; where it can't, let the others."""
         try:
             replies = await self._ask(server, [batch.items[place] for place in share], batch.deadline)
         except TimeoutError:
             waited = batch.deadline - batch.started
             batch.give_up(share, "timeout", f"The search server {server.url} gave no answer within {waited:g} s.")
-        except _Unreachable:
+        except _Unreachable as error:
+            moves += error.asked
+            if moves > MAX_MOVES:
+                sentence = f"{moves} search servers in a row broke under this call, the last one {server.url}."
+                batch.give_up(share, "connection", sentence)
+                return
             server.moved += len(share)
             await asyncio.sleep(random.uniform(0.0, 0.1))
-            await self._share_out(batch, share, refused)
+            await self._share_out(batch, share, refused, moves)
         except _Refused as error:
             logger.warning("%s", error)
             server.moved += len(share)
-            await self._share_out(batch, share, {**refused, server: str(error)})
+            await self._share_out(batch, share, {**refused, server: str(error)}, moves)
         else:
             server.answered += len(share)
             for place, reply in zip(share, replies, strict=True):
@@ -195,27 +226,9 @@ class Balancer:
 
     async def _ask(self, server: _Server, items: list[Item], deadline: float) -> list[Item]:
         """Raises _Unreachable, _Refused, and TimeoutError at ``deadline``. Gives up as soon as the server is down."""
-        remaining = deadline - time.monotonic()
-        body = encode_json({"query_contents": items, "timeout_s": hop_budget(remaining)})
-        post = asyncio.create_task(self._client.post(server.url + EXECUTION_PATH, content=body))
-        down = asyncio.create_task(server.down.wait())
         try:
-            await asyncio.wait({post, down}, timeout=max(remaining, 0), return_when=asyncio.FIRST_COMPLETED)
-            if not post.done():
-                raise _Unreachable if down.done() else TimeoutError
-            reply = post.result()
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            self._mark_down(server, error)
-            raise _Unreachable from error
-        except httpx.TransportError as error:  # a connection that broke; whether it is dead its health will tell
-            server.error = str(error) or type(error).__name__
-            server.suspect.set()
-            raise _Unreachable from error
-        except httpx.HTTPError as error:  # a body that can't be decoded
-            raise _Refused(f"{server.url} sent {type(error).__name__}: {error}") from error
+            reply = await self._post(server, items, deadline)
         finally:
-            post.cancel()
-            down.cancel()
             server.outstanding -= len(items)
         if problem := problem_of(reply):
             raise _Refused(f"{server.url} {problem}")
@@ -223,6 +236,29 @@ class Balancer:
             return read_reply(reply.content, len(items))
         except ValueError as error:
             raise _Refused(f"{server.url} {error}") from None
+
+    async def _post(self, server: _Server, items: list[Item], deadline: float) -> httpx.Response:
+        remaining = deadline - time.monotonic()
+        body = encode_json({"query_contents": items, "timeout_s": hop_budget(remaining)})
+        post = asyncio.create_task(self._client.post(server.url + EXECUTION_PATH, content=body))
+        down = asyncio.create_task(server.down.wait())
+        try:
+            await asyncio.wait({post, down}, timeout=max(remaining, 0), return_when=asyncio.FIRST_COMPLETED)
+            if not post.done():
+                raise _Unreachable(asked=True) if down.done() else TimeoutError
+            return post.result()
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            self._mark_down(server, error)
+            raise _Unreachable(asked=False) from error
+        except httpx.TransportError as error:  # a connection that broke; whether it is dead its health will tell
+            server.error = str(error) or type(error).__name__
+            server.suspect.set()
+            raise _Unreachable(asked=True) from error
+        except httpx.HTTPError as error:  # a body that can't be decoded
+            raise _Refused(f"{server.url} sent {type(error).__name__}: {error}") from error
+        finally:
+            post.cancel()
+            down.cancel()
 
     async def _watch(self, server: _Server) -> None:
         """Check the server's health over and over, for as long as the balancer lives."""

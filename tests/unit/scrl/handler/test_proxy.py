@@ -19,8 +19,11 @@ from scrl.types import ToolResult
 Answer = Callable[[list[dict]], Awaitable[bytes | None]]
 
 
-def items(*names: int) -> list[dict]:
-    call = {"name": "web_search", "arguments": {"query": ["q"]}}
+SEARCH = {"name": "web_search", "arguments": {"query": ["q"]}}
+BROWSE = {"name": "browse_webpage", "arguments": {"url_list": ["u"]}}
+
+
+def items(*names: int, call: dict | str = SEARCH) -> list[dict]:
     return [{"idx": name, "question": f"question {name}", "think": "", "tool_call": call} for name in names]
 
 
@@ -135,6 +138,45 @@ async def test_the_server_with_the_fewest_outstanding_calls_is_asked():
         gate.set()
         assert titles(await long) == ["1", "2"]
         assert [server["outstanding"] for server in balancer.status().values()] == [0, 0]
+
+
+@pytest.mark.parametrize("call", [BROWSE, json.dumps(BROWSE)])
+async def test_one_server_reads_all_pages_of_an_episode(call):
+    servers = [Server(), Server(), Server()]
+    numbered = {index: [one | {"episode_id": f"e{index}"} for one in items(index, call=call)] for index in range(12)}
+    async with balanced(*servers) as balancer:
+        for asked in numbered.values():
+            await balancer.run(asked * 2, 30.0)
+        homes = {index: [index in server.asked for server in servers].index(True) for index in numbered}
+        assert all(server.asked.count(index) in (0, 2) for server in servers for index in numbered)
+        assert len(set(homes.values())) == 3
+        servers[0].kill()
+        await until(lambda: not balancer.status()[servers[0].url]["up"])
+        for asked in numbered.values():
+            await balancer.run(asked, 30.0)
+        for index, home in homes.items():
+            stayed = servers[home].asked.count(index) == 3
+            assert stayed == (home != 0), "only the dead server's episodes move"
+
+
+async def test_a_call_that_breaks_every_server_is_given_up_before_it_has_had_them_all():
+    async def breaks(asked: list[dict]) -> bytes | None:
+        return None if any(one["idx"] == 666 for one in asked) else await proper(asked)
+
+    servers = [Server(breaks) for _ in range(6)]
+    async with balanced(*servers) as balancer:
+        (poisoned,) = await balancer.run(items(666), 60.0)
+        assert poisoned["result"]["error_kind"] == "connection"
+        assert poisoned["result"]["error"].startswith("4 search servers in a row broke under this call")
+        assert sum(len(server.asked) for server in servers) == 4
+        assert titles(await balancer.run(items(1), 30.0)) == ["1"]
+
+
+async def test_what_cannot_be_sent_leaves_nothing_outstanding():
+    async with balanced(Server()) as balancer:
+        with pytest.raises(TypeError):
+            await balancer.run([{"idx": object()}], 30.0)
+        assert [server["outstanding"] for server in balancer.status().values()] == [0]
 
 
 async def test_a_killed_servers_calls_move_and_each_is_answered_once():
