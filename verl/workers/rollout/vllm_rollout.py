@@ -41,6 +41,17 @@ _UPDATE_TIMEOUT_S = 600.0
 _ADAPTER_ID = 1
 
 
+class WorkerExtension:
+    """What vLLM's worker lacks; it becomes one of its base classes."""
+
+    def refresh_output_head(self) -> None:
+        """An output head that shares the embedding's weights is not reloaded by itself. On a CPU it computes with a
+        packed copy, which would stay that of the old weights."""
+        head = getattr(self.model_runner.get_model(), "lm_head", None)  # type: ignore[attr-defined]
+        if head is not None and hasattr(head, "quant_method"):
+            head.quant_method.process_weights_after_loading(head)
+
+
 class VLLMEngine:
     """A RolloutEngine on ``AsyncLLM``. Build it inside a running event loop, and use it on that loop alone.
 
@@ -96,6 +107,7 @@ class VLLMEngine:
             max_lora_rank=_lora_rank(lora_rank or 1),
             max_loras=1,
             logprobs_mode="processed_logprobs",
+            worker_extension_cls=f"{__name__}.{WorkerExtension.__name__}",
             skip_tokenizer_init=True,
             generation_config="vllm",  # Qwen's own would add penalties and stop tokens
             disable_log_stats=True,
@@ -211,6 +223,7 @@ class VLLMEngine:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         arguments = {"weights_path": str(folder)}
         await self._engine.collective_rpc("reload_weights", timeout=_UPDATE_TIMEOUT_S, kwargs=arguments)
+        await self._engine.collective_rpc("refresh_output_head", timeout=_UPDATE_TIMEOUT_S)
 
     async def _load_adapter(self, folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})

@@ -216,27 +216,29 @@ def test_right_after_an_update_it_generates_from_the_new_weights_and_none_but_th
 
 
 @needs_vllm
-def test_an_update_waits_for_what_is_under_way_and_the_rest_waits_for_it(lora):
-    """Requests that run when the update comes end with the old weights; those that come meanwhile get the new."""
-    (old, first), (new, second) = make_adapter(21), make_adapter(22)
-    lora.update(first, 21)
+def test_an_update_under_way_mixes_no_completion(lora):
+    """What was being generated ends with the old weights, the rest begins with the new, and each says which."""
+    models = {}
+    for version in (21, 22):
+        models[version], weights = make_adapter(version)
+        if version == 21:
+            lora.update(weights, version)
 
-    async def mixed() -> tuple[list[Completion], list[Completion]]:
-        early = [asyncio.ensure_future(lora.engine.generate(p, sampling(120, seed=3))) for p in PROMPTS]
-        while lora.engine.metrics()["rollout/busy_s"] == 0 or not any(not e.done() for e in early):
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-        update = asyncio.ensure_future(lora.engine.update_weights(second, 22))
+    async def mixed() -> list[Completion]:
+        asked = [asyncio.ensure_future(lora.engine.generate(p, sampling(150, seed=i))) for i, p in enumerate(PROMPTS)]
+        began = lora.engine.metrics()["rollout/busy_s"]
+        while lora.engine.metrics()["rollout/busy_s"] < began + 0.2:  # so that some of them are under way
+            await asyncio.sleep(0.01)
+        update = asyncio.ensure_future(lora.engine.update_weights(weights, 22))
         await asyncio.sleep(0)
         late = [asyncio.ensure_future(lora.engine.generate(p, sampling(20, seed=3))) for p in PROMPTS]
         await update
-        return await asyncio.gather(*early), await asyncio.gather(*late)
+        return await asyncio.gather(*asked, *late, lora.engine.generate(PROMPTS[0], sampling(20)))
 
-    early, late = lora.do(mixed)
-    assert {completion.version for completion in early} == {21}
-    assert gap(old, PROMPTS, early) < 1e-4
-    for prompt, completion in zip(PROMPTS, late, strict=True):
-        assert gap({21: old, 22: new}[completion.version], [prompt], [completion]) < 1e-4
+    completions = lora.do(mixed)
+    for prompt, completion in zip(PROMPTS * 2 + PROMPTS[:1], completions, strict=True):
+        assert gap(models[completion.version], [prompt], [completion]) < 1e-4
+    assert completions[-1].version == 22
 
 
 @needs_vllm
