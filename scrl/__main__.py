@@ -14,6 +14,23 @@ COMMANDS = {
     "serve": "the trained agent as an OpenAI-compatible chat endpoint",
 }
 
+_FLAGS = ("-h", "--help", "--chat")  # options without a value
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the rest, the ``key=value`` words), wherever these stand: argparse would take one for the question.
+
+    What holds a space, follows an option that wants a value, or stands behind ``--`` is none.
+    """
+    rest, overrides = [], []
+    for place, word in enumerate(argv):
+        if word == "--":
+            return [*rest, *argv[place:]], overrides
+        before = argv[place - 1] if place else ""
+        is_value = before.startswith("-") and "=" not in before and before not in _FLAGS
+        (overrides if not is_value and re.fullmatch(r"\+*[\w.]+=\S*", word) else rest).append(word)
+    return rest, overrides
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 a failure or no result, 2 a user's mistake (one sentence), 130 Ctrl-C."""
@@ -26,10 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    options, rest = parser.parse_known_args(argv)
-    options.overrides = [text for text in rest if re.match(r"\+*[\w.]+=", text)]
-    if wrong := [text for text in rest if text not in options.overrides]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(rest)
+    options.overrides = overrides
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         return options.run(options)

@@ -62,13 +62,16 @@ class Agent:
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         self._worker = RolloutWorker(config, 0)
         self._numbers = itertools.count()
+        self._is_open = False
 
     async def open(self) -> "Agent":
-        """Load model and search, quietly. Raises ValueError for what can't be loaded, or doesn't answer."""
+        """Load model and search, quietly; once. Raises ValueError for what can't be loaded, or doesn't answer."""
         from transformers.utils import logging
 
-        logging.disable_progress_bar()
-        await self._worker.ready(self._weights, version=1)
+        if not self._is_open:
+            logging.disable_progress_bar()
+            await self._worker.ready(self._weights, version=1)
+            self._is_open = True
         return self
 
     def encode(self, question: str) -> list[int]:
@@ -114,3 +117,4 @@ class Agent:
 
     def close(self) -> None:
         self._worker.close()
+        self._is_open = False

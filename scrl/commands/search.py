@@ -35,7 +35,7 @@ def add_handler_arguments(parser: argparse.ArgumentParser) -> None:
 def handler_config(options: argparse.Namespace, *defaults: str) -> HandlerConfig:
     """The handler that the arguments describe; the local engine searches the demo's corpus unless told otherwise."""
     own = [f"index_corpus={DEMO_CORPUS}", *defaults, f"search_engine=[{options.engine}]"]
-    own += [f"topk={options.topk}"] if options.topk else []
+    own += [f"topk={options.topk}"] if options.topk is not None else []
     return load_config(overrides=[*own, *options.overrides])
 
 

@@ -14,13 +14,16 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
 from scrl.agent import Agent
 from scrl.commands.ask import ThoughtText, add_agent_arguments, open_agent, sources, why_no_answer
 from scrl.types import Episode, Turn
+
+if TYPE_CHECKING:
+    from fastapi import Request
 
 MAX_AT_ONCE = 64  # episodes; further requests wait
 MODEL = "miniresearcher"
@@ -54,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     from scrl.handler.http_service import serve
 
     agent = open_agent(options)
-    return serve(create_app(agent, options.temperature), options.host, options.port, "chat endpoint (/v1)")
+    app = create_app(agent, options.temperature)
+    return serve(app, options.host, options.port, "chat endpoint (/v1)", prepare=agent.open)
 
 
 class QueueListener:
@@ -83,10 +87,10 @@ class QueueListener:
 
 def create_app(agent: Agent, temperature: float = 0.0) -> Any:
     """The endpoint over ``agent``, which it opens at its start and closes at its end."""
-    from fastapi import FastAPI
+    from fastapi import FastAPI, Request
     from fastapi.responses import StreamingResponse
 
-    from scrl.handler.http_service import json_response, make_app
+    from scrl.handler.http_service import json_error, json_response, make_app
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -109,7 +113,7 @@ def create_app(agent: Agent, temperature: float = 0.0) -> Any:
         return json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": MODEL}]})
 
     @app.post("/v1/chat/completions")
-    async def chat(request: ChatRequest) -> Any:
+    async def chat(request: ChatRequest, connection: Request) -> Any:
         question = next((m.text() for m in reversed(request.messages) if m.role == "user"), "")
         try:
             agent.encode(question)
@@ -120,13 +124,31 @@ def create_app(agent: Agent, temperature: float = 0.0) -> Any:
         episode = asyncio.ensure_future(answer(question, listener, warmth))
         if request.stream:
             return StreamingResponse(_events(episode, listener), media_type="text/event-stream")
-        reasoning = "".join([piece async for piece in _pieces(listener)])
+        if not await _finishes(episode, connection):
+            return json_error(499, "the client went away")
         finished = await episode
+        reasoning = "".join([piece async for piece in _pieces(listener)])
         message = {"role": "assistant", "content": _content(finished), "reasoning_content": reasoning}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return json_response(_head(finished.uid, "chat.completion") | {"choices": [choice], "usage": _usage(finished)})
 
     return app
+
+
+async def _finishes(episode: "asyncio.Future[Episode]", connection: "Request") -> bool:
+    """Whether the episode ended before its client went away, which ends it."""
+
+    async def gone() -> None:
+        while (await connection.receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({episode, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return episode.done()
+    finally:
+        leaving.cancel()
+        episode.cancel()  # nothing happens to one that is done
 
 
 async def _pieces(listener: QueueListener) -> AsyncIterator[str]:

@@ -4,12 +4,13 @@ Whoever can reach a server may search at its owner's cost, so it listens on 127.
 other address only with a token: ``SCRL_TOKEN`` in the environment of servers and clients.
 """
 
+import asyncio
 import hmac
 import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -94,10 +95,12 @@ class Guard:
         return not self._token or (scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token))
 
 
-def serve(app: FastAPI, host: str, port: int, what: str) -> int:
+def serve(app: FastAPI, host: str, port: int, what: str, prepare: Callable[[], Awaitable[object]] | None = None) -> int:
     """Listen until SIGINT or SIGTERM; the exit code. Port 0 takes a free one; the address is printed.
 
-    Raises ValueError for an address that can't be listened on, and for one that others can reach without a token.
+    ``prepare`` is awaited first, in the loop that serves; a lifespan's error would be a traceback in the log instead.
+    Raises its ValueError, and ValueError for an address that can't be listened on or that others can reach without a
+    token.
     """
     if not _is_loopback(host) and not service_token():
         raise ValueError(
@@ -116,8 +119,15 @@ def serve(app: FastAPI, host: str, port: int, what: str) -> int:
     settings = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=5
     )
+
+    async def run() -> None:
+        if prepare is not None:
+            await prepare()
+        await uvicorn.Server(settings).serve(sockets=[listener])
+
     try:
-        uvicorn.Server(settings).run(sockets=[listener])
+        with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
+            runner.run(run())
     except KeyboardInterrupt:
         return 130
     return 0

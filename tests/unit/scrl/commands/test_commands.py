@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from rich.console import Console
 
-from scrl.__main__ import main
+from scrl.__main__ import main, split_overrides
 from scrl.agent import Agent, find_run, latest_checkpoint, read_adapter
 from scrl.commands import ask
 from scrl.commands.serve import create_app
@@ -54,6 +54,15 @@ def test_search_shows_the_page_and_browse_its_text(capsys: pytest.CaptureFixture
         (["search", ""], "nothing to search for"),
         (["search", "x", "--engine", "nowhere"], "'nowhere' is no engine"),
         (["search", "x", "topk=0"], "topk=0 is too small"),
+        (["search", "x", "--topk", "0"], "topk=0 is too small"),
+        (["search", "topk=0", "x"], "topk=0 is too small"),
+        (["ask", "--chat", "--model", "data/demo/policy", "max_trns=3"], "did you mean max_turns?"),
+        (["serve", "--model", "no/such/model", "--port", "0"], "no/such/model"),
+        (
+            ["serve", "--port", "0", "--model", "data/demo/policy", "search.mode=http"]
+            + ["search.server_url=http://127.0.0.1:9"],
+            "search.server_url=http://127.0.0.1:9",
+        ),
         (["ask"], "there is no question"),
         (["ask", "x", "--adapter", "no/such/folder", "--model", "data/demo/policy"], "holds no PEFT adapter"),
         (["ask", "x", "--model", "no/such/model"], "no/such/model"),
@@ -71,6 +80,15 @@ def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pyt
     told = capsys.readouterr().err.strip()
     assert words in told and "Traceback" not in told
     assert len(told.splitlines()) == 1
+
+
+def test_key_value_words_are_told_from_questions_and_options_values() -> None:
+    words = ["ask", "max_turns=3", "What is x=1 + y?", "--model", "a=b", "--chat", "+a.b=[1,2]", "--topk=2", "c=d"]
+    rest, overrides = split_overrides(words)
+    assert rest == ["ask", "What is x=1 + y?", "--model", "a=b", "--chat", "--topk=2"]
+    assert overrides == ["max_turns=3", "+a.b=[1,2]", "c=d"]
+    assert split_overrides(["ask", "topk=1", "--", "x=1"]) == (["ask", "--", "x=1"], ["topk=1"])
+    assert split_overrides(["browse", "https://a.example/?q=1"])[1] == []
 
 
 def test_without_a_checkpoint_the_remedy_is_named(tmp_path: Path) -> None:
@@ -125,6 +143,50 @@ def test_an_episode_is_saved_as_rollout_files_are(agent: Agent, tmp_path: Path, 
     episode = Episode("ask-1", 0, 0, QUESTION, [], "ask", [1, 2], [3], [1], [-0.5], [turn], "answer")
     (row,) = json.loads((Path.cwd() / agent.save(episode)).read_text())
     assert row["question"] == QUESTION and row["answer"] == "Kopim" and row["turns"][0]["think"] == "I know."
+
+
+async def test_a_client_that_leaves_ends_its_episode() -> None:
+    class Waiting:
+        """An agent that never comes to an end."""
+
+        tokenizer = Bytes()
+
+        def __init__(self) -> None:
+            self.asked, self.cancelled = asyncio.Event(), False
+
+        def encode(self, question: str) -> list[int]:
+            return [1]
+
+        async def answer(self, *_: object) -> Episode:
+            self.asked.set()
+            try:
+                return await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled = True
+                raise
+
+    waiting = Waiting()
+    body = json.dumps({"messages": [{"role": "user", "content": "Who?"}]}).encode()
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        if not waiting.asked.is_set() and not sent:
+            sent.append({})
+            return {"type": "http.request", "body": body}
+        await waiting.asked.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    path = "/v1/chat/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "http_version": "1.1"}
+    scope["headers"] = [(b"content-type", b"application/json")]
+    async with asyncio.timeout(20):
+        await create_app(waiting)(scope, receive, send)
+        while not waiting.cancelled:
+            await asyncio.sleep(0)
+    assert sent[1]["status"] == 499
 
 
 def test_ctrl_c_ends_cleanly(monkeypatch, capsys: pytest.CaptureFixture) -> None:
