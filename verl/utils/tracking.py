@@ -31,9 +31,9 @@ Metrics = Mapping[str, float]
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Score": ("critic/score", "critic/rewards", "reward/", "custom/"),
     "Validation": ("val/",),
-    "Behaviour": ("behavior/", "episodes/", "curriculum/"),
+    "Behaviour": ("behavior/", "episodes/"),
     "Search": ("search/", "browse/", "chain/"),
-    "Learning": ("actor/", "critic/", "adv/", "filter_groups/"),
+    "Learning": ("actor/", "critic/", "adv/", "filter_groups/", "curriculum/"),
     "Stability": ("stability/", "alerts/", "training/", "rollout_corr/", "actor/grad_norm", "actor/llds"),
     "Lengths": ("prompt_length", "response_length"),
     "Time": ("timing_s/", "perf/", "rollout/"),
@@ -188,7 +188,7 @@ class SwanlabBackend(Backend):
 
         mode = os.environ.get("SWANLAB_MODE") or ("online" if os.environ.get("SWANLAB_API_KEY") else "offline")
         if mode == "local" and not find_spec("swanboard"):  # SwanLab would go on, and show nothing in the end
-            raise ValueError("SWANLAB_MODE=local needs the dashboard: pip install --no-deps swanboard peewee ujson")
+            raise ValueError("SWANLAB_MODE=local needs swanboard, which is not installed; see doc/tracking.md")
 
         self._text = swanlab.Text
         self._run = swanlab.init(

@@ -17,7 +17,9 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
 
+from scrl.types import Episode, ToolCall, Turn
 from verl.trainer.config import Config, from_dict
+from verl.trainer.ppo.batch import episode_rows
 from verl.utils import tracking
 from verl.utils.episode_text import episode_text, ranked
 from verl.utils.tracking import Tracking
@@ -279,6 +281,35 @@ def test_an_episode_as_text():
     ]
 
 
+def test_what_the_trainer_writes_down_can_be_shown():
+    call = ToolCall("web_search", {"query": ["capital of Norway"]})
+    turns = [
+        Turn("tool_call", think="Look it up.", tool_call=call, queries=["capital of Norway"]),
+        Turn("malformed", text="Oslo?", reason="no tag"),
+    ]
+    asked = {"index": 0, "question": "Capital?", "ground_truths": ["Oslo"], "data_source": "demo", "prompt_ids": [1]}
+    episodes = [
+        Episode("0-0", i, turns=turns, finish=finish, **asked) for i, finish in enumerate(("malformed", "error"))
+    ]
+    info = {"score": np.array([-1.0, 0.0]), "f1": np.zeros(2), "valid": np.array([True, False])}
+
+    class Tokenizer:
+        def decode(self, ids, **_):
+            return ""
+
+    chosen = ranked(episode_rows(episodes, Tokenizer(), info))
+    assert chosen["best"] is chosen["worst"] and episode_text(chosen["best"]).splitlines() == [
+        "question: Capital?",
+        "gold: Oslo",
+        "score -1.000, F1 0.000, malformed, demo",
+        "",
+        "1 think: Look it up.",
+        "1 web_search: capital of Norway",
+        "",
+        "2 malformed (no tag): Oslo?",
+    ]
+
+
 def test_worst_median_and_best_leave_out_what_has_no_score():
     failed = row(9.0, finish="error")
     unscored = row(-9.0, reward={"score": -9.0, "f1": 0.0, "valid": 0.0})
@@ -344,4 +375,4 @@ def test_local_mode_without_its_dashboard_is_said(tmp_path, monkeypatch, caplog)
     with Tracking(config("swanlab"), tmp_path, total_steps=1):
         pass
     (record,) = caplog.records
-    assert record.message.startswith("tracking: swanlab is off") and "pip install --no-deps swanboard" in record.message
+    assert record.message.startswith("tracking: swanlab is off") and "see doc/tracking.md" in record.message
