@@ -23,7 +23,7 @@ MAX_TEXT = 1_000_000  # characters kept of a page
 MAX_PDF_PAGES = 200
 MAX_ELEMENTS = 50_000  # of a page whose main text is looked for; a long Wikipedia article has 30,000
 RETIRE_PAGES = 500  # then a fresh process takes over, so that what the libraries keep can't add up
-RETIRE_MEMORY = 400 << 20  # bytes once in use; memory that a big page took is hardly ever given back
+RETIRE_MEMORY = 400 << 20  # bytes in use after a page; what a big one took is hardly ever given back
 
 # Only what the web really uses: Python's own list has codecs that run for ever or unpack archives.
 _CHARSET = re.compile(
@@ -172,6 +172,12 @@ def _answer(header: dict[str, object], body: bytes) -> dict[str, object]:
         return {"error": f"it can't be parsed ({type(error).__name__})"}
 
 
+def _memory_in_use() -> int:
+    """Bytes. Not ru_maxrss, which begins with the size of the process that started this one, maybe a trainer's."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
 def main(cpu_seconds: float, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -191,8 +197,7 @@ def main(cpu_seconds: float, memory: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         reply = _answer(header, body)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        reply["retire"] = bool(reply.get("retire")) or number == RETIRE_PAGES or peak > RETIRE_MEMORY
+        reply["retire"] = bool(reply.get("retire")) or number == RETIRE_PAGES or _memory_in_use() > RETIRE_MEMORY
         _send(channel, reply)
         if reply["retire"]:
             return

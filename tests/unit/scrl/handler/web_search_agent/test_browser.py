@@ -131,7 +131,9 @@ def test_a_pdf_that_cannot_be_read(body):
 @pytest.fixture(scope="module")
 def pool():
     pool = ExtractorPool(1)
+    ballast = b"x" * (browser_extract.RETIRE_MEMORY + (50 << 20))  # a trainer is large, and its readers must not mind
     pool.extract(RawPage("http://a/", TEXT, "", b"warm"), later(120))
+    del ballast
     yield pool
     pool.close()
 
@@ -194,12 +196,14 @@ def test_what_takes_too_much_cpu_or_memory_ends():
 
 def test_workers_get_no_secret_and_leave_when_their_owner_does(monkeypatch):
     monkeypatch.setenv("SERPER_API_KEY", "abc123")
-    monkeypatch.setenv("HARMLESS", "def456")
+    monkeypatch.setenv("DATABASE", "postgres://me:def456@db")  # a secret by no name
+    monkeypatch.setenv("LC_TIME", "C.UTF-8")
     pool = ExtractorPool(2)
     pool.extract(RawPage("http://a/", TEXT, "", b"x"), later(120))
     worker = pool._workers.queue[-1]
     environment = Path(f"/proc/{worker._process.pid}/environ").read_bytes()
-    assert b"abc123" not in environment and b"def456" in environment
+    assert b"abc123" not in environment and b"def456" not in environment
+    assert b"\0LC_TIME=C.UTF-8\0" in environment and b"PATH=" in environment
     worker._channel.close()  # as the kernel does when this process is killed
     assert worker._process.wait(timeout=30) == 0
     pool.close()
@@ -324,6 +328,15 @@ def test_where_pages_come_from(tmp_path):
     web.close()
     assert isinstance(source(search_engine=("duckduckgo", "local")), WebPages)
     assert isinstance(source(index_corpus=str(tmp_path / "none.jsonl")), NoPages)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"title": "A", "url": "https://a.example/", "text": "one"}\n')
+    chain = source(
+        search_engine=("local", "duckduckgo"), index_corpus=str(corpus), cache_mode="replay", cache_path="cache"
+    )
+    assert chain.load("https://a.example", later()) == Page("A", "one")
+    with pytest.raises(PageError, match="no recording of web pages"):  # the web's turn
+        chain.load("https://b.example", later())
+    chain.close()
     replay = source(search_engine="duckduckgo", cache_mode="replay", cache_path=str(tmp_path / "cache"))
     with pytest.raises(PageError) as caught:
         replay.load("https://a.example/", later())
