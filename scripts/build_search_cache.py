@@ -44,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--import", nargs="+", default=[], metavar="FILE", dest="imports", help="result files")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_intermixed_args(arguments)
-    logging.getLogger("verl.trainer.config").setLevel(logging.ERROR)  # its warnings are about training
     started, counts = time.monotonic(), Counter()
     try:
         settings = load_config(options.settings)
@@ -161,4 +160,5 @@ def _report(counts: Counter[str], dropped: Counter[str], queries: int, config: H
 
 
 if __name__ == "__main__":
+    logging.getLogger("verl.trainer.config").setLevel(logging.ERROR)  # its warnings are about training
     sys.exit(main())

@@ -40,7 +40,7 @@ def test_an_episode_that_the_users_reward_failed_on_teaches_nothing(trainer, tmp
     batch.batch["token_level_scores"][0, 1] = 1.0
     made.advantage(batch)
     # Each against the one other that has a reward, not against two.
-    assert batch.batch["advantages"].tolist() == [[0.5, 0.5], [0, 0], [-0.5, -0.5]]
+    assert batch.batch["advantages"].tolist() == [[1, 1], [0, 0], [-1, -1]]
 
     with pytest.raises(ValueError, match=r"mine.py:reward failed on every episode.*ConnectionError: the judge is down"):
         made.reward(assemble(episodes[1:2], 0), episodes[1:2])
