@@ -13,7 +13,7 @@ from scrl.handler.web_search_agent.resilience import Limits
 from scrl.handler.web_search_agent.transport import Reply, Request, first_line
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_TAG = re.compile(r"<[^<>]{0,200}>")
+_TAG = re.compile(r"</?[A-Za-z][^<>]{0,200}>")  # not the text between "a < b" and "c > d"
 
 
 class RetrieverBackend(RemoteBackend):

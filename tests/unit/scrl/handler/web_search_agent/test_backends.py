@@ -551,6 +551,16 @@ def test_the_key_is_in_no_log_though_serpapi_takes_it_in_the_address(
     assert KEY not in caplog.text and "sk-very" not in caplog.text and "sk-very" not in repr(backend)
 
 
+def test_brave_loses_its_markup_and_nothing_else(server, clock, reply, metrics, monkeypatch):
+    backend = _made("brave", server, clock, metrics, monkeypatch)
+    hit = {"title": "a < b and c > d", "url": "u", "description": "x<y, 1 <2> 3, <strong>so</strong>&lt;i&gt;<br/>."}
+    server.script = [reply(200, encoded({"web": {"results": [hit]}}))]
+    assert backend.search("who", 2, clock() + 30) == [
+        {"title": "a < b and c > d", "url": "u", "text": "x<y, 1 <2> 3, so<i>."}
+    ]
+    backend.close()
+
+
 def test_rate_limit_of_the_configuration_replaces_the_engines_own(server, clock, reply, metrics, monkeypatch):
     backend = _made("brave", server, clock, metrics, monkeypatch, rate_limit=0.5)
     server.script = [reply(200, encoded(PROTOCOLS["brave"].found))]
