@@ -241,8 +241,16 @@ def _build(paths: list[Path], root: Path, target: Path, progress: bool) -> None:
 def _remove_outdated(root: Path, target: Path, corpus: list[str]) -> None:
     """Remove earlier indexes of the same files. Whoever has one open keeps its mapped files until it ends."""
     for manifest in root.glob(f"*/{_MANIFEST}"):
-        if manifest.parent != target and json.loads(manifest.read_text())["corpus"] == corpus:
+        if manifest.parent != target and _corpus_of(manifest) == corpus:
             shutil.rmtree(manifest.parent, ignore_errors=True)
+
+
+def _corpus_of(manifest: Path) -> list[str] | None:
+    """None for one that is damaged, or somebody else's."""
+    try:
+        return json.loads(manifest.read_text(encoding="utf-8"))["corpus"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _advancing(paths: list[Path], advance: Callable[[int, int], None]) -> Iterator[Row]:

@@ -145,9 +145,13 @@ def test_built_once_and_again_when_the_corpus_changes(tmp_path):
     assert build_index(corpus, folder, progress=False) == first
     assert (first / "manifest.json").stat().st_mtime_ns == stamp
     opened = LocalIndex.open(corpus, folder, progress=False)
+    for name, text in (("cut", '{"corpus": ['), ("other", "{}"), ("list", "[1]"), ("binary", "\udcff")):
+        (folder / name).mkdir()
+        (folder / name / "manifest.json").write_text(text, errors="surrogateescape")
     write_jsonl(corpus, [{**PAGES[3], "text": "Tarnow is a city."}])
     second = build_index(corpus, folder, progress=False)
     assert second != first and not first.exists()  # the outdated one doesn't pile up
+    assert (folder / "cut").is_dir()  # nor does a damaged one of whatever corpus stop the build
     assert titles(LocalIndex.open(corpus, folder, progress=False).search("city", 3)) == ["Tarnow"]
     assert titles(opened.search("river", 3)) == ["Tarnow"]  # whoever had the old one open keeps it
 
