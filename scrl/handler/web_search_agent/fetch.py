@@ -1,28 +1,29 @@
 """Fetch one page of the open web for a policy that may ask for anything: GET, within limits of place, time and size.
 
-Every connection, the one after a redirect too, is made here: the host's addresses are looked up once, all must be
-public, and the socket goes to one of those very addresses, so that a second look-up can't lead elsewhere (DNS
-rebinding). The URL's host stays in the Host header and in TLS's SNI and certificate check. Proxies named in the
-environment are left out on purpose: a proxy looks names up itself, behind the check. No cookie is kept, so nothing
-passes from one episode to another.
+Every connection, the one after a redirect too, is made here, to a port of the web: the host's addresses are looked up
+once, all must be public and not this machine's, and the socket goes to one of those very addresses, so that a second
+look-up can't lead elsewhere (DNS rebinding). The URL's host stays in the Host header and in TLS's SNI and certificate
+check. Proxies named in the environment are left out on purpose: a proxy looks names up itself, behind the check. No
+cookie is kept, so nothing passes from one episode to another.
 """
 
 import codecs
 import ssl
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from email.message import Message
 
 import httpcore
 import httpx
 
-from scrl.handler.web_search_agent.fetch_address import Resolver, is_public, resolve
+from scrl.handler.web_search_agent.fetch_address import Resolver, is_elsewhere, resolve
 
 MAX_BYTES = 5_000_000  # of a page, as sent and unpacked
 MAX_SECONDS = 10.0  # for a page: look-up, connections, redirects and body together
 MAX_REDIRECTS = 5
+PORTS = (80, 443, 8080, 8443)  # where web servers are; others may be anything that takes a line of text for a command
 _MAX_HEADER_BYTES = 256_000  # of what stands before a body (interim answers too), and of the framing around its chunks
 
 HTML, PDF, TEXT = "html", "pdf", "text"
@@ -68,18 +69,20 @@ class RawPage:
 
 
 class PageFetcher:
-    """Threads may share one. Tests give their own ``resolve``, ``is_allowed`` and ``ssl_context``; no setting can."""
+    """Threads may share one. Tests give their own ``resolve``, ``is_allowed``, ``ports`` and ``ssl_context``; no
+    setting can."""
 
     def __init__(
         self,
         *,
         resolve: Resolver = resolve,
-        is_allowed: Callable[[str], bool] = is_public,
+        is_allowed: Callable[[str], bool] = is_elsewhere,
+        ports: Container[int] = PORTS,
         ssl_context: ssl.SSLContext | None = None,
         max_bytes: int = MAX_BYTES,
         max_seconds: float = MAX_SECONDS,
     ) -> None:
-        self._resolve, self._is_allowed = resolve, is_allowed
+        self._resolve, self._is_allowed, self._ports = resolve, is_allowed, ports
         self._ssl_context = ssl_context or httpcore.default_ssl_context()
         self._max_bytes, self._max_seconds = max_bytes, max_seconds
 
@@ -88,7 +91,7 @@ class PageFetcher:
         limit = time.monotonic() + self._max_seconds
         hurried = deadline < limit  # then a timeout says nothing about the page
         target = _parse(url)
-        network = _CheckedNetwork(self._resolve, self._is_allowed, min(limit, deadline))
+        network = _CheckedNetwork(self._resolve, self._is_allowed, self._ports, min(limit, deadline))
         try:
             for _ in range(MAX_REDIRECTS + 1):
                 page = self._get(target, network)
@@ -151,8 +154,10 @@ class PageFetcher:
 class _CheckedNetwork(httpcore.NetworkBackend):
     """Connects to allowed addresses only. Its streams share one deadline and one allowance of bytes to receive."""
 
-    def __init__(self, resolve: Resolver, is_allowed: Callable[[str], bool], deadline: float) -> None:
-        self._resolve, self._is_allowed = resolve, is_allowed
+    def __init__(
+        self, resolve: Resolver, is_allowed: Callable[[str], bool], ports: Container[int], deadline: float
+    ) -> None:
+        self._resolve, self._is_allowed, self._ports = resolve, is_allowed, ports
         self._system = httpcore.SyncBackend()
         self.deadline, self.allowance = deadline, 0
 
@@ -163,6 +168,9 @@ class _CheckedNetwork(httpcore.NetworkBackend):
         return seconds
 
     def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):  # noqa: ANN001, ANN201
+        if port not in self._ports:
+            allowed = ", ".join(map(str, PORTS))
+            raise PageError("bad_request", f"{host[:100]}:{port} is on another port than those of the web ({allowed})")
         try:
             addresses = self._resolve(host, port, self.deadline)
         except TimeoutError as error:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
+import psutil
+
 Resolver = Callable[[str, int, float], list[str]]  # (host, port, deadline in time.monotonic() seconds) -> addresses
 
 _REFUSED_V4 = tuple(
@@ -62,6 +64,22 @@ def is_public(address: str) -> bool:
             return ip.scope_id is None and ip in _GLOBAL_V6 and not any(ip in network for network in _REFUSED_V6)
         ip = inner
     return not any(ip in network for network in _REFUSED_V4)
+
+
+def is_elsewhere(address: str) -> bool:
+    """Whether ``address`` is public and no interface of this machine has it, as one of a rented machine may."""
+    if not is_public(address):
+        return False
+    ip = ip_address(address)
+    inner = _embedded_v4(ip) if isinstance(ip, IPv6Address) else None
+    return (inner or ip) not in own_addresses()
+
+
+def own_addresses() -> set[IPv4Address | IPv6Address]:
+    """Those of this machine's interfaces; under a millisecond, so that one that comes up later counts too."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    interfaces = psutil.net_if_addrs().values()
+    return {ip_address(one.address.partition("%")[0]) for all_ in interfaces for one in all_ if one.family in families}
 
 
 def _embedded_v4(ip: IPv6Address) -> IPv4Address | None:

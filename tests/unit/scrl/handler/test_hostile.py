@@ -231,7 +231,7 @@ def check_row(row: dict[str, str], tokenizer, added: set[int]) -> None:
 def test_hostile_pages(tokenizer, capsys):
     site, added = Site(), set(tokenizer.get_added_vocab().values())
     config = HandlerConfig(browse_any_url=True, timeout_s=TIMEOUT_S, max_workers=4)
-    fetcher = PageFetcher(resolve=lambda *_: ["127.0.0.1"], is_allowed=lambda address: True)
+    fetcher = PageFetcher(resolve=lambda *_: ["127.0.0.1"], is_allowed=lambda address: True, ports=range(65536))
     kinds, before, started, worked = Counter(), peak_mib(), time.monotonic(), cpu_seconds()
     with SearchHandler(config, NoSearch(), WebPages(HandlerMetrics(), fetcher)) as handler:
 

@@ -9,12 +9,13 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from ipaddress import ip_address
 
 import pytest
 
 from scrl.handler.web_search_agent import fetch_address
 from scrl.handler.web_search_agent.fetch import HTML, PDF, TEXT, PageError, PageFetcher
-from scrl.handler.web_search_agent.fetch_address import is_public
+from scrl.handler.web_search_agent.fetch_address import is_elsewhere, is_public
 
 PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"]
 REFUSED = [
@@ -27,6 +28,7 @@ REFUSED = [
     "2001:0:4136:e378::1", "2001:db8::1", "3fff::1", "4000::1", "localhost", "127.1", "2130706433", "0x7f000001", "",
 ]  # fmt: skip
 
+ANY_PORT = range(65536)
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it trusts nobody; the default one takes its time to load
 PAGE = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\nContent-Length: 9\r\n\r\n<p>hi</p>"
 Reply = bytes | Callable[[socket.socket], None]
@@ -91,7 +93,8 @@ def to_loopback(host: str, port: int, deadline: float) -> list[str]:
 
 
 def open_fetcher(**options) -> PageFetcher:
-    return PageFetcher(**{"resolve": to_loopback, "is_allowed": lambda address: True, "ssl_context": NO_TLS, **options})
+    anywhere = {"resolve": to_loopback, "is_allowed": lambda address: True, "ports": ANY_PORT}
+    return PageFetcher(**{**anywhere, "ssl_context": NO_TLS, **options})
 
 
 def get(server: ByteServer, path: str = "/", fetcher: PageFetcher | None = None, seconds: float = 60.0):
@@ -155,7 +158,7 @@ def test_only_http_urls(url):
 def test_the_systems_own_resolver_and_policy_reach_no_server_of_this_machine(serve, host):
     server = serve({"/": PAGE})
     with pytest.raises(PageError) as caught:
-        PageFetcher(ssl_context=NO_TLS).fetch(f"http://{host}:{server.port}/", time.monotonic() + 20)
+        PageFetcher(ssl_context=NO_TLS, ports=ANY_PORT).fetch(f"http://{host}:{server.port}/", time.monotonic() + 20)
     assert caught.value.kind in ("bad_request", "connection")
     assert server.connections == 0
     assert "10.0.0" not in str(caught.value).replace(host, "")  # nothing told of what the name resolves to
@@ -163,9 +166,10 @@ def test_the_systems_own_resolver_and_policy_reach_no_server_of_this_machine(ser
 
 def test_one_refused_address_refuses_the_name(serve):
     server = serve({"/": PAGE})
-    fetcher = PageFetcher(ssl_context=NO_TLS, resolve=lambda *_: ["8.8.8.8", "127.0.0.1"])
+    fetcher = PageFetcher(ssl_context=NO_TLS, ports=ANY_PORT, resolve=lambda *_: ["8.8.8.8", "127.0.0.1"])
     assert failure(server, fetcher=fetcher).kind == "bad_request"
-    assert failure(server, fetcher=PageFetcher(ssl_context=NO_TLS, resolve=lambda *_: [])).kind == "bad_request"
+    nowhere = PageFetcher(ssl_context=NO_TLS, ports=ANY_PORT, resolve=lambda *_: [])
+    assert failure(server, fetcher=nowhere).kind == "bad_request"
 
 
 def test_a_name_is_looked_up_once_a_connection_and_the_checked_address_is_used(serve):
@@ -185,6 +189,24 @@ def test_a_redirect_is_followed_and_named(serve):
     server.replies["/next?x=1"] = redirect(f"//other.example:{server.port}/end")
     assert get(server).url == f"http://other.example:{server.port}/end"
     assert f"Host: other.example:{server.port}" in server.asked[2]
+
+
+def test_no_port_but_the_webs(serve):
+    server = serve({"/": PAGE})
+    error = failure(server, fetcher=PageFetcher(ssl_context=NO_TLS, resolve=to_loopback, is_allowed=lambda _: True))
+    assert (error.kind, server.connections) == ("bad_request", 0)
+    assert f"site.example:{server.port} is on another port" in str(error) and "(80, 443, 8080, 8443)" in str(error)
+    from_one_to_another = open_fetcher(ports=(server.port,))
+    server.replies["/"] = redirect("http://site.example:22/")
+    assert "site.example:22 is on another port" in str(failure(server, fetcher=from_one_to_another))
+
+
+def test_this_machines_own_public_address_is_refused(monkeypatch):
+    assert ip_address("127.0.0.1") in fetch_address.own_addresses()
+    monkeypatch.setattr(fetch_address, "own_addresses", lambda: {ip_address("8.8.8.8"), ip_address("2606:4700::1")})
+    assert is_elsewhere("1.1.1.1") and is_elsewhere("2606:4700::2")
+    own = ("8.8.8.8", "::ffff:8.8.8.8", "64:ff9b::808:808", "2606:4700:0::1", "10.0.0.1")
+    assert not any(map(is_elsewhere, own))
 
 
 @pytest.mark.parametrize("where", ["http://inside.example:{port}/", "http://127.0.0.1:{port}/", "//[::1]:{port}/"])
