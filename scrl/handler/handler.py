@@ -251,7 +251,7 @@ class SearchHandler:
             with self._changed:
                 # Somebody with more time joined a search that was started for those with less: it gets that time.
                 extended = flight.deadline > deadline and not self._closed
-                if outcome.error_kind != "timeout" or not extended:
+                if not (extended and _may_need_time(outcome, deadline, flight.deadline)):
                     completed = self._land(flight, outcome)
                     break
         for pending in completed:
@@ -339,6 +339,17 @@ class SearchHandler:
             latency_s=time.monotonic() - pending.started,
             cached=all(outcome.cached for outcome in outcomes),
         )
+
+
+def _may_need_time(outcome: Outcome, had: float, has: float) -> bool:
+    """Whether a search with the deadline ``had`` may have failed for want of time that one until ``has`` would have.
+
+    A limited or broken search is tried again within its deadline: one with twice as long left may fare better. Less
+    is no reason, or joining at all would ask a struggling engine twice.
+    """
+    now = time.monotonic()
+    hurried = outcome.error_kind in ("rate_limited", "connection") and has - now > 2 * (had - now)
+    return outcome.error_kind == "timeout" or hurried
 
 
 def _read_call(call: ToolCall) -> tuple[list[str], Outcome | None]:

@@ -203,6 +203,18 @@ def test_a_patient_call_that_joins_a_hasty_ones_search_gets_its_own_time():
     assert backend.asked == ["a", "a", "closed"]
 
 
+@pytest.mark.parametrize(("patience_s", "searches"), [(300, 2), (31, 1)])
+def test_a_search_limited_for_a_hasty_call_is_tried_again_for_one_with_much_more_time(patience_s, searches):
+    backend = RecordingBackend(gated=True)
+    with handler_over(backend) as handler:
+        hasty = handler.submit(web_search("fail"), timeout_s=30)
+        assert backend.entered.acquire(timeout=10)
+        patient = handler.submit(web_search("fail"), timeout_s=patience_s)
+        backend.gate.set()
+        assert hasty.result(timeout=30).error_kind == patient.result(timeout=30).error_kind == "rate_limited"
+    assert backend.asked == ["fail"] * searches + ["closed"]
+
+
 def test_no_more_searches_at_once_than_workers():
     backend = RecordingBackend(gated=True)
     with handler_over(backend, max_workers=3) as handler:
