@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scrl.handler.config import HandlerConfig
+from scrl.handler.config import HandlerConfig, config_from_arguments
 from scrl.handler.handler import SearchHandler
 from scrl.handler.web_search_agent.backend import SearchError
 from scrl.types import ToolCall
@@ -68,13 +68,18 @@ async def test_results_as_searxng_sends_them(client):
         ({"q": "a", "pageno": "x"}, 400, "pageno: "),
         ({"q": "fail rate_limited"}, 429, "it failed with rate_limited"),
         ({"q": "fail timeout"}, 504, "it failed with timeout"),
-        ({"q": "fail no_backend"}, 502, "it failed with no_backend"),
+        ({"q": "fail no_backend"}, 424, "it failed with no_backend"),
         ({"q": "fail connection"}, 502, "it failed with connection"),
     ],
 )
 async def test_a_failure_is_a_status_and_one_sentence(client, params, status, said):
     reply = await client.get("/search", params=params)
     assert reply.status_code == status and said in reply.json()["error"]
+
+
+def test_it_answers_before_a_client_of_the_default_timeout_gives_up(script):
+    assert config_from_arguments("", [], script.DEFAULTS).timeout_s < HandlerConfig().timeout_s
+    assert config_from_arguments("", ["timeout_s=60"], script.DEFAULTS).timeout_s == 60
 
 
 def test_our_own_engines_read_it_from_a_process_started_anywhere(tmp_path, monkeypatch):
