@@ -121,6 +121,24 @@ def _by_url(rows: Iterable[Row]) -> dict[str, Page]:
     return {key: Page(title, "\n".join(texts)) for key, (title, texts) in parts.items()}
 
 
+class ChainedPages:
+    """For a chain of engines with the local one: a page of the corpus where it has the URL, else the web's."""
+
+    def __init__(self, corpus: CorpusPages, web: PageSource) -> None:
+        self._corpus, self._web = corpus, web
+
+    def load(self, url: str, deadline: float) -> Page:
+        """See PageSource."""
+        try:
+            return self._corpus.load(url, deadline)
+        except PageError:  # it isn't in there
+            return self._web.load(url, deadline)
+
+    def close(self) -> None:
+        self._corpus.close()
+        self._web.close()
+
+
 class NoPages:
     """Nothing to read from; says why."""
 
@@ -137,15 +155,16 @@ class NoPages:
 
 def make_source(config: HandlerConfig, metrics: HandlerMetrics) -> PageSource:
     """Pages from where search results come from: a local index's from its corpus alone, an online engine's from the
-    web. A replay goes online for nothing."""
-    if expand(config.search_engine) == ("local",):
-        corpus = Path(config.index_corpus)
-        return (
-            CorpusPages(corpus) if corpus.is_file() else NoPages(f"there is no corpus {config.index_corpus!r} to read")
-        )
+    web, those of a chain with both from whichever has them. A replay goes online for nothing."""
+    engines, file = expand(config.search_engine), Path(config.index_corpus)
+    corpus = CorpusPages(file) if "local" in engines and file.is_file() else None
+    if engines == ("local",):
+        return corpus or NoPages(f"there is no corpus {config.index_corpus!r} to read")
     if config.cache_mode == "replay":
-        return NoPages("search.cache_mode=replay repeats searches, and has no recording of web pages")
-    return WebPages(metrics)
+        web: PageSource = NoPages("search.cache_mode=replay repeats searches, and has no recording of web pages")
+    else:
+        web = WebPages(metrics)
+    return ChainedPages(corpus, web) if corpus else web
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from scrl.handler.web_search_agent.fetch import PageError, RawPage
 _SCRIPT = Path(__file__).with_name("browser_extract.py")
 _MAX_REPLY = 16 << 20  # bytes
 _START_S = 60.0  # to import the parsers, on a machine that is busy
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+# What Python and its libraries need of the environment.
+_INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME", "TMPDIR", "LANG")
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class _Worker:
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
         self._channel, theirs = socket.socketpair()
-        # It parses what strangers wrote, so it gets no secret to lose.
-        environment = {k: v for k, v in os.environ.items() if not any(word in k.upper() for word in _SECRET)}
+        # It parses what strangers wrote, so it gets no secret to lose, under whatever name.
+        environment = {k: v for k, v in os.environ.items() if k in _INHERITED or k.startswith("LC_")}
         with theirs:
             self._process = subprocess.Popen(
                 # -P: the script's folder must not come before the standard library
