@@ -24,7 +24,8 @@ def test_it_goes_back_to_healthy_weights_on_with_other_questions_and_then_halts(
     assert [alert["step"] for alert in alerts] == [1, 2, 3]
     assert [row["step"] for row in run.metrics] == [1, 2, 3]
     assert [row["alerts/rollbacks"] for row in run.metrics] == [0, 1, 2]
-    assert all(row["alerts/search_depth"] == 1 and row["actor/grad_norm"] > 0 for row in run.metrics)
+    assert all(row["alerts/search_depth"] == 1 for row in run.metrics)
+    assert any(row["actor/grad_norm"] > 0 for row in run.metrics[:2])  # so the weights had moved when it went back
 
     start_of_run, after_second = adapter(run.folder, 0), adapter(run.folder, 2)
     assert all((start_of_run[name] == after_second[name]).all() for name in start_of_run)
