@@ -20,14 +20,14 @@ def process_of(run, name: str) -> int:
     raise AssertionError(f"the run has no {name}")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_killed_rollout_worker_is_replaced_and_a_killed_actor_ends_the_run_which_resumes(start):
     run = start(*ENDLESS)
-    run.wait_for(lambda: len(run.metrics) >= 1)
+    run.wait_for(lambda: len(run.metrics) >= 1, 600)
     os.kill(process_of(run, "RolloutWorker"), signal.SIGKILL)
-    run.wait_for(lambda: sum(row["rollout/workers_replaced"] for row in run.metrics) == 1)
+    run.wait_for(lambda: sum(row["rollout/workers_replaced"] for row in run.metrics) == 1, 600)
     seen = len(run.metrics)
-    run.wait_for(lambda: len(run.metrics) >= seen + 1)
+    run.wait_for(lambda: len(run.metrics) >= seen + 1, 600)
     assert max(row["episodes/finish/error"] for row in run.metrics) == 0
 
     os.kill(process_of(run, "ActorRefWorker"), signal.SIGKILL)
