@@ -310,7 +310,7 @@ class RayPPOTrainer:
         self, step: int, watch: Stopwatch
     ) -> tuple[tuple[Sample, Sample | None, dict[str, float]], dict[str, float], float]:
         """(what ``sample`` gives, what the rollout workers did for it, seconds of generating)"""
-        self.rollouts.step_metrics(1.0)  # what validation did since is not this step's
+        self.rollouts.take_counts()  # what validation did since is not this step's
         sampled, gen_s = self.sample(step, watch), watch.seconds["gen"]
         return sampled, self.rollouts.step_metrics(gen_s), gen_s
 

@@ -185,9 +185,20 @@ class RolloutPool:
         return [member for member in self._members if member.ready is None]
 
     def step_metrics(self, gen_s: float) -> dict[str, float]:
-        """What the workers did since the last call: ``search/{calls,empty,errors}``, what the search cache did where
-        there is one, ``rollout/workers_replaced``, and ``perf/engine_busy_share``, the share of ``gen_s`` seconds in
-        which an engine was generating (their mean)."""
+        """What the workers did since counts were last taken: ``search/{calls,empty,errors}``, what the search cache did
+        where there is one, and ``perf/engine_busy_share``, the share of ``gen_s`` seconds in which an engine was
+        generating (their mean). And ``rollout/workers_replaced`` since the last call."""
+        done = self.take_counts()
+        counts = {name: done.get(name, 0.0) for name in ("search/calls", "search/empty", "search/errors")}
+        counts |= {name: done[name] for name in _CACHE_COUNTS if name in done}
+        replaced, self._reported = self._replaced - self._reported, self._replaced
+        return counts | {
+            "rollout/workers_replaced": float(replaced),
+            "perf/engine_busy_share": done.get("rollout/busy_s", 0.0) / self.size / max(gen_s, 1e-9),
+        }
+
+    def take_counts(self) -> dict[str, float]:
+        """What all workers have counted since this was last asked."""
         done: dict[str, float] = {}
         for member in self._ready():
             try:
@@ -198,10 +209,4 @@ class RolloutPool:
             for name, value in now.items():
                 done[name] = done.get(name, 0.0) + value - member.counters.get(name, 0.0)
             member.counters = now
-        counts = {name: done.get(name, 0.0) for name in ("search/calls", "search/empty", "search/errors")}
-        counts |= {name: done[name] for name in _CACHE_COUNTS if name in done}
-        replaced, self._reported = self._replaced - self._reported, self._replaced
-        return counts | {
-            "rollout/workers_replaced": float(replaced),
-            "perf/engine_busy_share": done.get("rollout/busy_s", 0.0) / self.size / max(gen_s, 1e-9),
-        }
+        return done
