@@ -210,6 +210,7 @@ class HttpSearchHandler:
         return await self._client.post(self._url + EXECUTION_PATH, content=body)
 
     def _answer(self, future: "Future[ToolResult]", result: ToolResult, started: float) -> None:
+        self._metrics.count("cache_hits", len(result.items) if result.cached else 0)
         self._metrics.record(result, time.monotonic() - started, self._config.max_queries)
         future.set_result(result)
 

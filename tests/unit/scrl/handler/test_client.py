@@ -101,7 +101,7 @@ def test_answers_and_counts_are_those_of_the_handler_in_this_process(serve_app, 
 
 def test_every_field_is_carried_over(client):
     first, second = client.handle([search("a")]) + client.handle([search("a")])
-    assert (first.cached, second.cached) == (False, True)
+    assert (first.cached, second.cached) == (False, True) and client.metrics()["search/cache_hits"] == 1
     assert 0 < first.latency_s < 30
     assert first.items == [[{"title": "a", "url": "https://a.example/a", "text": "t"}]]
 
