@@ -203,6 +203,7 @@ def main() -> int:
         return serve_latency(args.clients, args.scale, args.timeout)
     if args.calls < 4 or args.clients < 1 or args.servers < 1 + args.kill or not args.scale > 0:
         parser.error("it takes 4 calls, a client, a server (two with --kill) and a scale above 0 at least")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended too
     report = measure(args.calls, args.clients, args.servers, args.kill, args.scale)
     table = Table(title="Search servers under load")
     table.add_column("figure")
