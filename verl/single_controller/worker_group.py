@@ -107,6 +107,11 @@ class WorkerGroup:
             return refs
         return join(self._wait(refs, method, self._timeout_s if timeout_s is None else timeout_s), calls)
 
+    @property
+    def broken(self) -> bool:
+        """A rank died or hangs: no call will be answered any more."""
+        return self._broken is not None
+
     def check(self, timeout_s: float = 5.0) -> None:
         """Raise ``WorkerDied`` if a process is gone. One that is busy, or slow to answer, passes."""
         asked = {f"rank {rank}": host.ping.remote() for rank, host in enumerate(self._hosts)}

@@ -174,7 +174,7 @@ class RayPPOTrainer:
 
     def _rescue(self) -> None:
         """After a failure outside of the update: whole steps that no checkpoint holds yet are saved if they can be."""
-        if self.config.trainer.val_only or self._updating or self._saved == self.step:
+        if self.config.trainer.val_only or self._updating or self._saved == self.step or self.actor.broken:
             return
         try:
             self.save()
