@@ -87,7 +87,7 @@ class VLLMEngine:
             )
         self.version = 0
         self._adapter: LoRARequest | None = None
-        self._requests = 0
+        self._requests, self._aborted = 0, False
         self._alive = 0  # requests in the engine
         self._began = 0.0
         self._counts = dict.fromkeys(("completions", "sampled", "prompt", "computed", "busy_s"), 0.0)
@@ -122,8 +122,8 @@ class VLLMEngine:
     # ------------------------------------------------------------------------------------------------------ generation
     @property
     def failed(self) -> bool:
-        """The engine's process is gone; nothing will be generated any more."""
-        return self._engine.errored
+        """The engine's process is gone, or going; nothing will be generated any more."""
+        return self._engine.errored or self._aborted
 
     def begin_episode(self) -> None:
         """Nothing waits for anybody here."""
@@ -159,6 +159,7 @@ class VLLMEngine:
             self._leave()
         (output,) = final.outputs
         if output.finish_reason not in ("stop", "length"):
+            self._aborted = True  # nobody here aborts: the engine's process was told to end
             raise RuntimeError(f"vLLM gave up on a request: {output.finish_reason}")
         token_ids = list(output.token_ids)
         self._count(len(prompt_ids), final.num_cached_tokens or 0, len(token_ids))
