@@ -12,9 +12,6 @@ def learned(run) -> list[dict]:
     """What a step says about data, episodes and weights: everything but the clock."""
     # A resumed run's search cache is cold: the same results, fewer hits.
     timed = ("timing_s/", "search/cache_", *(f"perf/{name}" for name in PERF))
-        "timing_s/",
-        *(f"perf/{n}" for n in ("time", "throughput", "gen_tokens", "overhead", "engine_busy", "max_mem")),
-    )
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in run.metrics]
 
 
