@@ -8,24 +8,22 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import aiohttp
+import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from scrl.handler.config import HandlerConfig
 from scrl.handler.contexts import EpisodeContexts
 from scrl.handler.metrics import HandlerMetrics
 from scrl.handler.wire import (
-    BROKEN,
     EXECUTION_PATH,
     MAX_ITEMS,
     RELEASE_PATH,
     RELEASE_TIMEOUT_S,
-    Connection,
     Item,
-    Reply,
     checked_url,
     encode_json,
     hop_budget,
+    http_client,
     problem_of,
     read_reply,
     read_result,
@@ -33,6 +31,9 @@ from scrl.handler.wire import (
 from scrl.types import ToolCall, ToolResult
 
 logger = logging.getLogger(__name__)
+
+# What says that no answer is coming, and nothing about the call: those that make it worth asking again.
+_CONNECTION_ERRORS = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 
 class HttpSearchHandler:
@@ -47,14 +48,14 @@ class HttpSearchHandler:
         self._url = checked_url("search.server_url", server_url)
         self._config = config
         self._slots = asyncio.Semaphore(config.max_workers)
-        self._connection = Connection()
+        self._client = http_client()
         self._metrics = HandlerMetrics()
         self._contexts = EpisodeContexts()
         self._ended: deque[str] = deque(maxlen=MAX_ITEMS)  # episodes whose end the server hasn't been told of
         self._releasing = False
         self._lock = threading.Lock()
         self._closed = False
-        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run_loop, name="search-client", daemon=True)
         self._thread.start()
@@ -107,7 +108,7 @@ class HttpSearchHandler:
             if self._closed:
                 return
             self._closed = True
-        self._loop.call_soon_threadsafe(self._closing.set)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def __enter__(self) -> "HttpSearchHandler":
@@ -119,15 +120,15 @@ class HttpSearchHandler:
     # The event loop's thread.
 
     def _run_loop(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._live())
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._wind_up())
+        self._loop.close()
 
-    async def _live(self) -> None:
-        async with self._connection:
-            await self._closing.wait()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def _wind_up(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.aclose()
 
     def _begin(
         self, future: "Future[ToolResult]", call: ToolCall, item: Item, episode_id: str, started: float, deadline: float
@@ -164,8 +165,8 @@ class HttpSearchHandler:
             self._ended.clear()
             try:
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                    told = not problem_of(await self._connection.request("POST", self._url + RELEASE_PATH, body))
-            except (aiohttp.ClientError, TimeoutError):
+                    told = not problem_of(await self._client.post(self._url + RELEASE_PATH, content=body))
+            except (httpx.HTTPError, TimeoutError):
                 told = False
             if not told:
                 self._metrics.count("unreleased", count)
@@ -180,7 +181,7 @@ class HttpSearchHandler:
             broken[:] = [str(error) or type(error).__name__]
 
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type(BROKEN),
+            retry=retry_if_exception_type(_CONNECTION_ERRORS),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
             before_sleep=note,
         )
@@ -192,23 +193,21 @@ class HttpSearchHandler:
             if broken:
                 return _error("connection", f"No search server at {self._url} {waited}: {broken[0]}.")
             return _error("timeout", f"The search server at {self._url} gave no answer {waited}.")
-        except aiohttp.ClientError as error:
-            return _error("bad_reply", f"The reply of {self._url} is no HTTP: {error}.")
         if problem := problem_of(reply):
-            kind = "bad_request" if 400 <= reply.status < 500 else "bad_reply"
+            kind = "bad_request" if 400 <= reply.status_code < 500 else "bad_reply"
             return _error(kind, f"The search server at {self._url} {problem}.")
         try:
-            result = read_result(read_reply(reply.body, 1)[0])
+            result = read_result(read_reply(reply.content, 1)[0])
             if result.ok and len(result.items) != asked:
                 raise ValueError(f"has {len(result.items)} lists of results for {asked} queries")
         except ValueError as error:
             return _error("bad_reply", f"The reply of {self._url} {error}.")
         return result
 
-    async def _post(self, item: Item, deadline: float) -> Reply:
+    async def _post(self, item: Item, deadline: float) -> httpx.Response:
         timeout_s = hop_budget(deadline - time.monotonic())
         body = encode_json({"query_contents": [item], "timeout_s": timeout_s})
-        return await self._connection.request("POST", self._url + EXECUTION_PATH, body)
+        return await self._client.post(self._url + EXECUTION_PATH, content=body)
 
     def _answer(self, future: "Future[ToolResult]", result: ToolResult, started: float) -> None:
         self._metrics.count("cache_hits", len(result.items) if result.cached else 0)

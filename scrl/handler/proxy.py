@@ -23,26 +23,23 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import aiohttp
+import httpx
 from fastapi import FastAPI, Response
 
 from scrl.handler.config import HandlerConfig, config_from_arguments
 from scrl.handler.http_service import json_response, make_app, prometheus, serve
 from scrl.handler.wire import (
-    BROKEN,
     EXECUTION_PATH,
     RELEASE_PATH,
     RELEASE_TIMEOUT_S,
-    UNCONNECTED,
-    Connection,
     ExecutionRequest,
     Item,
     ReleaseRequest,
-    Reply,
     checked_url,
     encode_json,
     failed,
     hop_budget,
+    http_client,
     problem_of,
     read_reply,
 )
@@ -100,11 +97,10 @@ class Balancer:
         """ValueError for an empty list, or an entry that is no http(s) URL."""
         if not urls:
             raise ValueError("server_url_list is empty; give search servers, such as [http://127.0.0.1:5005]")
-        self._connection = Connection()
         self._servers = [_Server(url) for url in dict.fromkeys(checked_url("server_url_list", url) for url in urls)]
 
     async def __aenter__(self) -> "Balancer":
-        await self._connection.__aenter__()
+        self._client = http_client()
         self._recovery = asyncio.Condition()
         self._watchers = [asyncio.create_task(self._watch(server)) for server in self._servers]
         return self
@@ -113,7 +109,7 @@ class Balancer:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        await self._connection.__aexit__()
+        await self._client.aclose()
 
     async def run(self, items: Sequence[Item], timeout_s: float) -> list[Item]:
         """The answered items, in order, within ``timeout_s``. What can't be answered says so in its own place."""
@@ -132,8 +128,8 @@ class Balancer:
         async def tell(server: _Server) -> bool:
             try:
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                    return not problem_of(await self._connection.request("POST", server.url + RELEASE_PATH, body))
-            except (aiohttp.ClientError, TimeoutError):
+                    return not problem_of(await self._client.post(server.url + RELEASE_PATH, content=body))
+            except (httpx.HTTPError, TimeoutError):
                 return False
 
         return sum(await asyncio.gather(*(tell(server) for server in self._servers if not server.down.is_set())))
@@ -237,28 +233,28 @@ class Balancer:
         if problem := problem_of(reply):
             raise _Refused(f"{server.url} {problem}")
         try:
-            return read_reply(reply.body, len(items))
+            return read_reply(reply.content, len(items))
         except ValueError as error:
             raise _Refused(f"{server.url} {error}") from None
 
-    async def _post(self, server: _Server, items: list[Item], deadline: float) -> Reply:
+    async def _post(self, server: _Server, items: list[Item], deadline: float) -> httpx.Response:
         remaining = deadline - time.monotonic()
         body = encode_json({"query_contents": items, "timeout_s": hop_budget(remaining)})
-        post = asyncio.create_task(self._connection.request("POST", server.url + EXECUTION_PATH, body))
+        post = asyncio.create_task(self._client.post(server.url + EXECUTION_PATH, content=body))
         down = asyncio.create_task(server.down.wait())
         try:
             await asyncio.wait({post, down}, timeout=max(remaining, 0), return_when=asyncio.FIRST_COMPLETED)
             if not post.done():
                 raise _Unreachable(asked=True) if down.done() else TimeoutError
             return post.result()
-        except UNCONNECTED as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._mark_down(server, error)
             raise _Unreachable(asked=False) from error
-        except BROKEN as error:  # a connection that broke; whether it is dead its health will tell
+        except httpx.TransportError as error:  # a connection that broke; whether it is dead its health will tell
             server.error = str(error) or type(error).__name__
             server.suspect.set()
             raise _Unreachable(asked=True) from error
-        except aiohttp.ClientError as error:  # no HTTP
+        except httpx.HTTPError as error:  # a body that can't be decoded
             raise _Refused(f"{server.url} sent {type(error).__name__}: {error}") from error
         finally:
             post.cancel()
@@ -271,11 +267,10 @@ class Balancer:
                 await asyncio.wait_for(server.suspect.wait(), HEALTH_INTERVAL_S)
             server.suspect.clear()
             try:
-                async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                    reply = await self._connection.request("GET", server.url + "/health")
-            except (aiohttp.ClientError, TimeoutError) as error:
+                reply = await self._client.get(server.url + "/health", timeout=HEALTH_TIMEOUT_S)
+            except httpx.HTTPError as error:
                 server.health_failures += 1
-                if isinstance(error, aiohttp.ClientConnectorError) or server.health_failures >= HEALTH_FAILURES:
+                if isinstance(error, httpx.ConnectError) or server.health_failures >= HEALTH_FAILURES:
                     self._mark_down(server, error)
                 continue
             if problem := problem_of(reply):

@@ -9,11 +9,11 @@ item ``episode_id`` and ``allowed_urls`` (what the episode's searches found, so 
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import aiohttp
+import httpx
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from scrl.llm_agent.parsing import parse_turn
@@ -25,9 +25,6 @@ RELEASE_PATH = "/release"
 RELEASE_TIMEOUT_S = 5.0  # nobody waits for a release; a server that doesn't hear of one forgets the oldest episodes
 TOKEN_VARIABLE = "SCRL_TOKEN"
 MAX_ITEMS = 4096  # calls in one request
-# No answer came, for reasons that say nothing about the request: it may be sent again.
-UNCONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)  # those above among them
 _RESULT = TypeAdapter(ToolResult)
 
 Item = dict[str, Any]
@@ -59,43 +56,14 @@ def client_headers() -> dict[str, str]:
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What a server answered over HTTP."""
-
-    status: int
-    body: bytes
-
-
-class Connection:
-    """Requests to search servers. It lives in one event loop: ``async with`` it.
-
-    aiohttp and not httpx, whose connection pool takes 20 ms of processor a request where 64 are under way (aiohttp:
-    0.4 ms). Bounds how long connecting takes; all else is bounded by the deadline of each call. What is sent is plain,
-    so that nothing has to be unpacked.
-    """
-
-    def __init__(self) -> None:
-        self._headers = {**client_headers(), "Accept-Encoding": "identity"}
-
-    async def __aenter__(self) -> "Connection":
-        self._session = aiohttp.ClientSession(
-            headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,  # search servers stand in one's own network, not behind HTTP_PROXY
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
-
-    async def request(self, method: str, url: str, body: bytes | None = None) -> Reply:
-        """Raises aiohttp.ClientError: one of BROKEN where no answer came, another where it was none."""
-        async with self._session.request(method, url, data=body, allow_redirects=False) as reply:
-            return Reply(reply.status, await reply.read())
+def http_client() -> httpx.AsyncClient:
+    """For search servers. Bounds how long connecting takes; all else is bounded by the deadline of each call."""
+    return httpx.AsyncClient(
+        headers=client_headers(),
+        timeout=httpx.Timeout(None, connect=5.0),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30.0),
+        trust_env=False,  # search servers stand in one's own network, not behind HTTP_PROXY
+    )
 
 
 def encode_json(value: Any) -> bytes:
@@ -115,15 +83,15 @@ def checked_url(key: str, url: str) -> str:
     return url.rstrip("/").removesuffix(EXECUTION_PATH)
 
 
-def problem_of(reply: Reply) -> str:
+def problem_of(reply: httpx.Response) -> str:
     """What a reply other than 200 says, as one clause; "" for 200."""
-    if reply.status == 200:
+    if reply.status_code == 200:
         return ""
     try:
-        said = str(json.loads(reply.body)["error"])
+        said = str(json.loads(reply.content)["error"])
     except (ValueError, RecursionError, KeyError, TypeError):
-        said = next(iter(reply.body[:300].decode("utf-8", "replace").strip().splitlines()), "nothing")
-    return f"answered {reply.status}: {said[:300]}"
+        said = next(iter(reply.text.strip().splitlines()), "nothing")
+    return f"answered {reply.status_code}: {said[:300]}"
 
 
 def read_call(item: Item) -> ToolCall | str:
