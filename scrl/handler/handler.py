@@ -117,7 +117,8 @@ class SearchHandler:
         pending = _Pending(
             started, deadline, [None] * len(run), len(queries) - len(run), run if searches else [], episode_id
         )
-        pending.future.set_running_or_notify_cancel()
+        future = pending.future
+        future.set_running_or_notify_cancel()
         self._metrics.count("queries", len(pending.queries))
         with self._changed:
             if self._closed:
@@ -138,7 +139,7 @@ class SearchHandler:
                     self._changed.notify()
         if finished:
             self._answer(pending)
-        return pending.future
+        return future
 
     def release(self, episode_id: str) -> None:
         """The episode has ended, however it did: what it found and read is forgotten."""
@@ -322,7 +323,10 @@ class SearchHandler:
             logger.exception("the results of %.200r can't be used", pending.queries)
             result = ToolResult(ok=False, error=f"{type(error).__name__}: {error}", error_kind="internal")
         self._metrics.record(result, time.monotonic() - pending.started, run=len(pending.outcomes))
-        pending.future.set_result(result)
+        future = pending.future
+        # The heap holds the call until its deadline, long after its answer: it shall not hold the results as well.
+        pending.outcomes, pending.future = [], Future()
+        future.set_result(result)
 
     def _result_of(self, pending: _Pending) -> ToolResult:
         outcomes = [outcome for outcome in pending.outcomes if outcome is not None]
