@@ -5,6 +5,7 @@ through a folder in memory, read once an update; no later request may name that 
 gone: an engine that would load anything but the last update fails instead.
 """
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,6 +39,7 @@ from verl.workers.rollout.base import Completion, SamplingParams  # noqa: E402
 
 _CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU, where a share of the memory would take it from the trainer
 _CPU_BLOCK = 32  # tokens; vLLM's 128 would compute most of a short turn's prompt again
+_CPU_BATCH_TOKENS = 4096  # of one forward pass
 _UPDATE_TIMEOUT_S = 600.0
 _ADAPTER_ID = 1
 
@@ -102,6 +105,10 @@ class VLLMEngine:
             kv_cache_memory_bytes=_CPU_CACHE_BYTES if cpu else None,
             block_size=_CPU_BLOCK if cpu else None,
             enforce_eager=enforce_eager or cpu,
+            # A prompt that is computed in parts draws a token too many and rewinds the request's generator, which on a
+            # CPU can't be done: with a seed the engine would die.
+            enable_chunked_prefill=False if cpu else None,
+            max_num_batched_tokens=max(max_model_len, _CPU_BATCH_TOKENS) if cpu else None,
             enable_prefix_caching=prefix_cache,
             enable_lora=lora_rank is not None,
             max_lora_rank=_lora_rank(lora_rank or 1),
@@ -148,13 +155,7 @@ class VLLMEngine:
         prompt, name = {"prompt_token_ids": prompt_ids}, str(self._requests)
         self._enter()
         try:
-            asked = self._engine.generate(prompt, sampling, name, lora_request=self._adapter)
-            heard = 0
-            async for final in asked:
-                if params.on_token:
-                    for token in final.outputs[0].token_ids[heard:]:
-                        params.on_token(token)
-                    heard = len(final.outputs[0].token_ids)
+            final = await self._unless_dead(self._ask(prompt, sampling, name, params.on_token))
         finally:
             self._leave()
         (output,) = final.outputs
@@ -169,6 +170,34 @@ class VLLMEngine:
             output.finish_reason,
             self._version_of(output),
         )
+
+    async def _ask(
+        self,
+        prompt: dict[str, Any],
+        sampling: VLLMSamplingParams,
+        name: str,
+        on_token: Callable[[int], None] | None,
+    ) -> Any:
+        """The last answer; ``on_token`` hears each token as it comes."""
+        heard = 0
+        async for answer in self._engine.generate(prompt, sampling, name, lora_request=self._adapter):
+            if on_token:
+                for token in answer.outputs[0].token_ids[heard:]:
+                    on_token(token)
+                heard = len(answer.outputs[0].token_ids)
+        return answer
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of ``work``. What vLLM's process had taken when it died may never be answered: RuntimeError."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=1.0)
+                if self.failed and not task.done():
+                    raise RuntimeError("vLLM's process died")
+            return task.result()
+        finally:
+            task.cancel()
 
     def _version_of(self, output: Any) -> int:
         """The weights that sampled it, as the engine's own process counts them, token by token."""
@@ -206,7 +235,10 @@ class VLLMEngine:
     # --------------------------------------------------------------------------------------------------------- weights
     async def update_weights(self, weights: dict[str, Any], version: int) -> None:
         """As ``RolloutEngine.update_weights`` says: requests under way are finished with the old weights first, later
-        ones wait. Raises RuntimeError when the engine doesn't hold the new weights afterwards."""
+        ones wait. Raises RuntimeError when the engine doesn't hold the new weights afterwards, or dies meanwhile."""
+        await self._unless_dead(self._update(weights, version))
+
+    async def _update(self, weights: dict[str, Any], version: int) -> None:
         await self._engine.pause_generation(mode="wait", clear_cache=True)
         with tempfile.TemporaryDirectory(prefix="miniresearcher-", dir=_memory_folder()) as folder:
             if weights["peft_config"] is None:

@@ -84,7 +84,10 @@ class Served:
         async def build() -> VLLMEngine:
             return VLLMEngine(str(folder), dtype="float32", device="cpu", max_model_len=ROOM, lora_rank=lora_rank)
 
+        before = {process.pid for process in psutil.Process().children(recursive=True)}
         self.engine = self._runner.run(build())
+        names = {p.pid: " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)}
+        self.processes = {pid for pid, name in names.items() if pid not in before and "EngineCore" in name}
 
     def ask(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
         async def together() -> list[Completion]:
@@ -192,6 +195,18 @@ def test_a_seed_gives_the_same_tokens_in_any_batch_and_none_gives_others(lora):
 
 
 @needs_vllm
+def test_seeds_hold_where_more_prompts_come_than_one_pass_computes(full):
+    """vLLM would compute a prompt in parts, and die of its seed on a CPU."""
+    full.update({"weights": dict(make_model().named_parameters()), "peft_config": None}, 1)
+    prompts = [[(i * 7 + j * (i + 1)) % VOCAB for j in range(200)] for i in range(45)]  # 9,000 tokens
+    params = [sampling(4, seed=i) for i in range(len(prompts))]
+    together = full.ask(prompts, params)
+    assert gap(make_model(), prompts, together) < 1e-4
+    (alone,) = full.ask(prompts[-1:], params[-1:])
+    assert alone.token_ids == together[-1].token_ids
+
+
+@needs_vllm
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_right_after_an_update_it_generates_from_the_new_weights_and_none_but_those(kind, request):
     """Same prompts before and after, long enough to lie in the prefix cache: old keys and values would show."""
@@ -269,6 +284,27 @@ def test_weights_of_another_model_are_refused_and_leave_no_file(lora):
         lora.update(bad, 99)
     assert lora.engine.version != 99
     assert not list(shm.glob("miniresearcher-*"))
+
+
+@needs_vllm
+def test_an_engine_that_is_killed_fails_what_is_under_way_and_an_update(tmp_path_factory):
+    with served(tmp_path_factory, None) as one:
+        (engine,) = [p for p in psutil.Process().children(recursive=True) if p.pid in one.processes]
+        engine.suspend()  # it has taken what it is asked for, and will never answer
+
+        async def kill() -> None:
+            weights = {"weights": dict(make_model().named_parameters()), "peft_config": None}
+            asked = asyncio.ensure_future(one.engine.generate(PROMPTS[0], sampling(100)))
+            update = asyncio.ensure_future(one.engine.update_weights(weights, 5))
+            await asyncio.sleep(0.5)
+            assert not asked.done() and not update.done() and not one.engine.failed
+            engine.kill()
+            for lost in (asked, update):
+                with pytest.raises(Exception, match="(?i)died|EngineCore|gave up"):
+                    await asyncio.wait_for(lost, 30)
+
+        one.do(kill)
+        assert one.engine.failed and one.engine.version == 0
 
 
 ORPHAN = """
