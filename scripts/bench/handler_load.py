@@ -73,7 +73,8 @@ class LatencyBackend:
 
 def serve_latency(clients: int, scale: float, timeout_s: float) -> int:
     """One server's process. It may get the calls of all clients, and remembers nothing: every query is new."""
-    config = HandlerConfig(max_workers=clients, timeout_s=timeout_s, cache_size=0)
+    # As an engine on the network would be: the results of a corpus are kept (the last 16,384) as its pages.
+    config = HandlerConfig(search_engine="searxng", max_workers=clients, timeout_s=timeout_s, cache_size=0)
     return serve(create_app(config, SearchHandler(config, LatencyBackend(scale))), "127.0.0.1", 0, "latency server")
 
 

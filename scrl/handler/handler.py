@@ -134,6 +134,8 @@ class SearchHandler:
                     self._others.submit(self._run, pending, position, call.name, item, work)
             finished = self._take_if_complete(pending)
             if not finished:
+                while self._deadlines and self._deadlines[0][2].done:  # the heap would keep them until their deadlines
+                    heapq.heappop(self._deadlines)
                 heapq.heappush(self._deadlines, (deadline, next(self._numbers), pending))
                 if self._deadlines[0][2] is pending:  # the thread sleeps until a later one
                     self._changed.notify()
@@ -324,7 +326,7 @@ class SearchHandler:
             result = ToolResult(ok=False, error=f"{type(error).__name__}: {error}", error_kind="internal")
         self._metrics.record(result, time.monotonic() - pending.started, run=len(pending.outcomes))
         future = pending.future
-        # The heap holds the call until its deadline, long after its answer: it shall not hold the results as well.
+        # The heap may hold the call until its deadline, long after its answer: it shall not hold the results as well.
         pending.outcomes, pending.future = [], Future()
         future.set_result(result)
 
