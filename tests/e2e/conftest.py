@@ -92,16 +92,21 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., Run]]:
-    """``start(*overrides, folder=...)``: a run in the background, from a foreign working directory."""
+    """``start(*overrides, folder=..., environment=...)``: a run in the background, from a foreign working directory."""
     runs: list[Run] = []
 
-    def begin(*overrides: str, folder: Path | None = None, base: tuple[str, ...] = SMALL) -> Run:
+    def begin(
+        *overrides: str,
+        folder: Path | None = None,
+        base: tuple[str, ...] = SMALL,
+        environment: dict[str, str] | None = None,
+    ) -> Run:
         folder = folder or tmp_path / "run"
         mark = f"MINIRESEARCHER_TEST={uuid.uuid4()}"
         name, _, value = mark.partition("=")
         output = tmp_path / f"output_{len(runs)}.txt"
-        environment = os.environ | {name: value, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        environment.pop("RAY_ADDRESS", None)
+        inherited = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        own = {name: value, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with open(output, "wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "verl.trainer.main_ppo", *base]
@@ -110,7 +115,7 @@ def start(tmp_path) -> Iterator[Callable[..., Run]]:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=tmp_path,
-                env=environment,
+                env=inherited | own | (environment or {}),
                 start_new_session=True,
             )
         runs.append(Run(folder, process, mark, output))
