@@ -13,7 +13,7 @@ STEPS = ("trainer.deterministic=true", "trainer.total_training_steps=2", "traine
 @pytest.fixture
 def two_nodes() -> Iterator[str]:
     """The address of a cluster in which no node has room for two ranks."""
-    folder = tempfile.mkdtemp(prefix="r")  # short: Ray keeps sockets in it; its own: others' runs must not find this Ray
+    folder = tempfile.mkdtemp(prefix="r")  # short, for Ray's sockets; its own, so that no other run finds this Ray
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})
     try:
         cluster.add_node(num_cpus=1)

@@ -94,8 +94,8 @@ def _attach() -> str | None:
 def _try_init(address: str) -> str | None:
     """Connect; returns why not, or None."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Ray looks for its token by itself only where it finds the cluster by itself. For a cluster without tokens, where one
-    # lies about from another, it takes RAY_AUTH_MODE=disabled: else that cluster's calls to us are refused.
+    # Ray looks for its token by itself only where it finds the cluster by itself. A cluster without tokens, where one
+    # lies about from another, takes RAY_AUTH_MODE=disabled: else its calls to us are refused.
     with_token = maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     python_path = {"PYTHONPATH": _python_path()}
     try:
