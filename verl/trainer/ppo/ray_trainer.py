@@ -4,12 +4,10 @@ import dataclasses
 import logging
 import math
 import random
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent import futures
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 
 from scrl.types import Episode, SearchNoise
 from verl.protocol import DataProto
-from verl.single_controller import ResourcePool, WorkerGroup, connect
+from verl.single_controller import connect
 from verl.trainer.config.convert import config_to_yaml
 from verl.trainer.config.paths import run_dir
 from verl.trainer.config.schema import Config
@@ -38,13 +36,13 @@ from verl.trainer.ppo.metrics import (
     timing_metrics,
     validation_metrics,
 )
-from verl.trainer.ppo.rollout_pool import RolloutPool
+from verl.trainer.ppo.placement import start_workers
+from verl.trainer.ppo.run_control import Interrupt, StopNow, Stopwatch, in_background
 from verl.utils.behavior_monitor import BehaviorMonitor
 from verl.utils.checkpoint import CheckpointManager, load_json, lock_folder, rng_state, save_json, set_rng_state
 from verl.utils.dataset import Question, QuestionStream, RLHFDataset
 from verl.utils.tokenizer import load_tokenizer
 from verl.utils.tracking import Tracking
-from verl.workers.fsdp_workers import ActorRefWorker
 from verl.workers.reward_manager.naive import NaiveRewardManager
 
 log = logging.getLogger(__name__)
@@ -58,41 +56,6 @@ def run(config: Config) -> None:
     """Train (or, with ``trainer.val_only``, validate) as the configuration says, on a Ray that runs or on our own."""
     with connect(config.ray):
         RayPPOTrainer(config).fit()
-
-
-class StopNow(KeyboardInterrupt):
-    """The second Ctrl-C: nothing more is saved."""
-
-
-class Stopwatch:
-    """Seconds by phase of one step. ``on_phase`` hears what begins."""
-
-    def __init__(self, on_phase: Callable[[str], None]) -> None:
-        self.seconds: dict[str, float] = {}
-        self._on_phase = on_phase
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self._on_phase(phase)
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
-
-
-def in_background(action: Callable[[], Any]) -> futures.Future:
-    """``action()`` in a thread that doesn't keep the process alive (an executor's would, to the end of its work)."""
-    future: futures.Future = futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:  # Ctrl-C too: whoever asks for the result gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 class RayPPOTrainer:
@@ -119,7 +82,7 @@ class RayPPOTrainer:
             self.dir / "checkpoints", config.trainer.max_ckpt_to_keep, clean=not config.trainer.val_only
         )
         self.step = self._saved = 0
-        self._interrupted = self._updating = False
+        self.interrupt, self._updating = Interrupt(), False
         self._healthy, self._rollbacks = True, 0
         self._ahead: futures.Future | None = None  # with trainer.async_rollout: the next step's episodes
         if self.train_set:
@@ -146,13 +109,13 @@ class RayPPOTrainer:
         """Train from where the last checkpoint stands to the last step; validate and save on the way."""
         trainer = self.config.trainer
         found = self.checkpoints.find(trainer.resume_mode)
-        self.start_workers()
+        self.actor, self.rollouts, self.parameters = start_workers(self.config)
         self.resume(found)
         name = "val_config.yaml" if trainer.val_only else "config.yaml"
         (self.dir / name).write_text(config_to_yaml(self.config), encoding="utf-8")
         total = self.step if trainer.val_only else self.total_steps
         with Tracking(self.config, self.dir, total_steps=total, resume_step=self.step) as self.tracking:
-            with self._on_interrupt():
+            with self.interrupt():
                 self._announce(found)
                 try:
                     if self._goes_back and not self._healthy_checkpoint():
@@ -186,7 +149,8 @@ class RayPPOTrainer:
         """What is about to run, in a few lines."""
         config, data = self.config, self.config.data
         say = self.tracking.say
-        say(f"policy {config.actor_rollout_ref.model.path}: {self.parameters}")
+        trained, total = self.parameters["trainable_parameters"], self.parameters["parameters"]
+        say(f"policy {config.actor_rollout_ref.model.path}: {total:,} parameters, {trained:,} of them trained")
         if self.train_set:
             episodes = f"{data.train_batch_size} x {config.agent_grpo.n} episodes a step"
             say(f"{len(self.train_set)} training questions, {episodes}")
@@ -219,8 +183,7 @@ class RayPPOTrainer:
                 return
             elif self._due(trainer.save_freq, total):
                 self.save()
-            if self._interrupted:
-                raise KeyboardInterrupt
+            self.interrupt.heed()
 
     @property
     def _goes_back(self) -> bool:
@@ -285,8 +248,7 @@ class RayPPOTrainer:
                     batch.batch["baselines"] = self._greedy_returns(batch, sample.questions, step)
             with watch("adv"):
                 self.advantage(batch)
-            if self._interrupted:  # nothing of this step has reached the weights yet
-                raise KeyboardInterrupt
+            self.interrupt.heed()  # nothing of this step has reached the weights yet
             self._updating = True  # from here to the next whole step the weights belong to none
             with watch("update_actor"):
                 updated = self.update(batch)
@@ -375,8 +337,7 @@ class RayPPOTrainer:
 
         def tick(done: int) -> None:
             nonlocal checked
-            if self._interrupted:
-                raise KeyboardInterrupt
+            self.interrupt.heed()
             if not alone:  # beside an update, which has its own status and calls the actor
                 return
             self.tracking.status(f"{done} of {len(requests)} episodes")
@@ -573,39 +534,6 @@ class RayPPOTrainer:
             return trainer.total_training_steps
         return self.stream.steps(trainer.total_epochs)
 
-    def start_workers(self) -> None:
-        """Actor ranks and rollout workers, worker i on the card (without GPUs: the node) of rank i, counted round.
-
-        An engine over several cards (``tensor_model_parallel_size``) has these to itself.
-        """
-        trainer, rollout, gpu = self.config.trainer, self.config.actor_rollout_ref.rollout, torch.cuda.is_available()
-        threads = {} if gpu else {"OMP_NUM_THREADS": "1"}
-        share, cards = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
-        shared = not gpu or cards == 1
-        guests = math.ceil(rollout.num_workers / (trainer.n_gpus_per_node * trainer.nnodes)) if shared else 0
-        if gpu and guests * share >= 1:
-            raise ValueError(
-                f"{guests} engines a card of actor_rollout_ref.rollout.gpu_memory_utilization={share} leave the actor "
-                f"nothing; lower it below {1 / guests:.2f}, or actor_rollout_ref.rollout.num_workers"
-            )
-        left = round(1 - guests * share, 4)  # Ray counts no finer
-        pool = ResourcePool(trainer.n_gpus_per_node, trainer.nnodes, use_gpu=gpu, gpus_per_process=left)
-        apart = None if shared else ResourcePool(1, rollout.num_workers, True, cards, cpu_per_process=0)
-
-        def place(index: int) -> dict[str, Any]:
-            options = pool.beside(index, share) if apart is None else apart.options(index)
-            return options | {"runtime_env": {"env_vars": threads}}
-
-        if not gpu:  # both load at the same time
-            self.rollouts = RolloutPool(self.config, place)
-        self.actor = WorkerGroup(ActorRefWorker, pool, self.config, env_vars=threads)
-        counts = self.actor.init_model()[0]
-        if gpu:  # vLLM sizes its cache by what it finds free
-            self.rollouts = RolloutPool(self.config, place)
-        trained, total = counts["trainable_parameters"], counts["parameters"]
-        self.parameters = f"{total:,} parameters, {trained:,} of them trained"
-        self.rollouts.wait_ready()
-
     def resume(self, folder: Path | None) -> None:
         """Take everything back from a checkpoint, and give the engines its weights (or the untrained ones)."""
         if folder:
@@ -644,21 +572,3 @@ class RayPPOTrainer:
 
         self.checkpoints.save(self.step, write)
         self._saved, self._healthy = self.step, True
-
-    @contextmanager
-    def _on_interrupt(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) ends the run at the next safe point, the second at once."""
-
-        def handle(*_: Any) -> None:
-            if not self._interrupted:
-                self._interrupted, self._interrupted_at = True, time.monotonic()
-                print("\nstopping: saving the last whole step (again to stop at once)", flush=True)
-            elif time.monotonic() - self._interrupted_at > 1:  # a group's signal and a script's are one Ctrl-C
-                raise StopNow("stopped at once; the last checkpoint is the one to go on from")
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
