@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from verl.protocol import DataProto
 from verl.trainer.config.schema import ActorConfig, RolloutCorrectionConfig, StabilityConfig
 from verl.trainer.ppo.core_algos import (
     Denominators,
@@ -34,6 +33,9 @@ from verl.utils.fsdp_utils import (
 from verl.utils.seqlen_balancing import micro_batches_by_count, micro_batches_by_tokens
 from verl.utils.torch_functional import ValueGuard, log_probs_from_hidden
 from verl.workers.actor.packing import ForwardBatch, forward_batch, needed_tokens
+
+if TYPE_CHECKING:  # tensordict is not needed to compute, so scripts/gpu_check.py does without
+    from verl.protocol import DataProto
 
 
 class PolicyModel(nn.Module):
@@ -116,7 +118,7 @@ class DataParallelPPOActor:
 
     # ------------------------------------------------------------------------------------------------ log-probs
     @torch.no_grad()
-    def compute_log_prob(self, data: DataProto, with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_log_prob(self, data: "DataProto", with_entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of the sampled tokens, at ``meta_info["temperature"]``.
 
         Args:
@@ -164,7 +166,7 @@ class DataParallelPPOActor:
         return tuple(zeros.index_put(batch.index, values[: len(batch.index[0])]) for values in flat)
 
     # --------------------------------------------------------------------------------------------------- update
-    def update_policy(self, data: DataProto) -> tuple[dict[str, float], torch.Tensor]:
+    def update_policy(self, data: "DataProto") -> tuple[dict[str, float], torch.Tensor]:
         """One pass (``ppo_epochs`` passes) of optimizer steps over this rank's episodes.
 
         Args:
@@ -271,7 +273,7 @@ class DataParallelPPOActor:
         engine = batch["rollout_log_probs"][rows]
         return rollout_weights(old, engine, mask, self.correction.rollout_is, self.correction.rollout_is_threshold)
 
-    def _displacement(self, data: DataProto, batch: dict) -> dict[str, float]:
+    def _displacement(self, data: "DataProto", batch: dict) -> dict[str, float]:
         """``actor/llds*`` of the whole update, by another forward pass over its episodes."""
         mask, old = batch["response_mask"], batch.get("old_log_probs", batch["own_log_probs"])
         now, _ = self.compute_log_prob(data, with_entropy=False)
