@@ -103,6 +103,8 @@ class ReplayedActor:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
+    def check(self) -> None: ...
+
     def _call(self, answer: Callable[[DataProto], DataProto], data: DataProto) -> DataProto:
         into_calls, join = DISPATCH[Dispatch.DP_COMPUTE_PROTO]
         calls = into_calls(self.world_size, (data,), {})

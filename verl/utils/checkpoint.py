@@ -13,7 +13,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -181,6 +181,12 @@ def lock_folder(folder: Path) -> IO[bytes]:
 def save_json(path: Path, state: dict[str, Any]) -> None:
     """Driver state. Floats come back to the last bit; NumPy and torch scalars become plain numbers, tuples lists."""
     write_text(path, json.dumps(state, default=_plain, ensure_ascii=False, indent=1))
+
+
+def save_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """A list of objects, a line each. Values as ``save_json`` takes them; without indents, ten times as fast."""
+    lines = ",\n".join(json.dumps(row, default=_plain, ensure_ascii=False) for row in rows)
+    write_text(path, f"[\n{lines}\n]\n" if rows else "[]\n")
 
 
 def load_json(path: Path) -> dict[str, Any]:

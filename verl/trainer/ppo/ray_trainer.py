@@ -39,7 +39,15 @@ from verl.trainer.ppo.metrics import (
 from verl.trainer.ppo.placement import start_workers
 from verl.trainer.ppo.run_control import Interrupt, StopNow, Stopwatch, in_background
 from verl.utils.behavior_monitor import BehaviorMonitor
-from verl.utils.checkpoint import CheckpointManager, load_json, lock_folder, rng_state, save_json, set_rng_state
+from verl.utils.checkpoint import (
+    CheckpointManager,
+    load_json,
+    lock_folder,
+    rng_state,
+    save_json,
+    save_rows,
+    set_rng_state,
+)
 from verl.utils.dataset import Question, QuestionStream, RLHFDataset
 from verl.utils.tokenizer import load_tokenizer
 from verl.utils.tracking import Tracking
@@ -501,7 +509,7 @@ class RayPPOTrainer:
     def _write_rows(self, name: str, rows: list[dict[str, Any]]) -> None:
         folder = self.dir / "rollout"
         folder.mkdir(parents=True, exist_ok=True)
-        save_json(folder / name, rows)
+        save_rows(folder / name, rows)
 
     def _meta(self, step: int) -> dict[str, Any]:
         actor = self.config.actor_rollout_ref.actor
