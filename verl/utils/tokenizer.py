@@ -2,13 +2,16 @@
 
 from typing import Any
 
+from verl.utils.hub import model_folder
+
 
 def load_tokenizer(path: str) -> Any:
     """A model's tokenizer, with a pad token. Raises ValueError where ``path`` holds none."""
     from transformers import AutoTokenizer
 
+    folder = model_folder(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

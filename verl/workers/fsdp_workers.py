@@ -29,6 +29,7 @@ from verl.utils.fsdp_utils import (
     trainable_parameters,
     world_size,
 )
+from verl.utils.hub import model_folder
 from verl.utils.lora import adapter_disabled, adapter_state, attach_lora, count_parameters, peft_config_dict
 from verl.workers.actor.dp_actor import DataParallelPPOActor, PolicyModel
 from verl.workers.actor.packing import PACKED_SDPA
@@ -51,13 +52,14 @@ def attention_name(config: ModelConfig, device: torch.device) -> str:
 
 
 def load_causal_lm(path: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """A causal language model from a folder or a Hugging Face name.
+    """A causal language model from a folder, a Hugging Face name or a ModelScope one (``modelscope://...``).
 
     Raises:
         ValueError: there is no such model, or it isn't one of these.
     """
+    folder = model_folder(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
@@ -197,7 +199,7 @@ class ActorRefWorker(Worker):
             else:
                 self.policy.config.save_pretrained(folder / "model")
                 save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
-                AutoTokenizer.from_pretrained(model.path).save_pretrained(folder / "model")
+                AutoTokenizer.from_pretrained(model_folder(model.path)).save_pretrained(folder / "model")
             save_file(state.pop("moments"), folder / "optimizer.safetensors")
             save_json(folder / "actor.json", state | {"generators": generators})
 

@@ -13,6 +13,7 @@ from verl.trainer.config.convert import from_dict, known_keys, unknown_key
 from verl.trainer.config.paths import locate
 from verl.trainer.config.schema import Config
 from verl.trainer.config.validation import validate, warnings_of
+from verl.utils.hub import settle_name
 
 CONFIG_DIR = Path(__file__).resolve().parent
 log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ def _absolute(config: Config) -> Config:
         ),
         actor_rollout_ref=dataclasses.replace(
             config.actor_rollout_ref,
-            model=dataclasses.replace(model, path=locate(model.path) if model.path else ""),
+            model=dataclasses.replace(model, path=settle_name(locate(model.path)) if model.path else ""),
         ),
         reward_model=dataclasses.replace(reward, custom=_locate_function(reward.custom)),
         search=dataclasses.replace(

@@ -8,7 +8,8 @@ from pathlib import Path
 from scrl.handler.config import HandlerConfig
 from scrl.llm_agent.prompts import TOOLS
 from verl.trainer.config.schema import Config
-from verl.workers.reward_manager.custom import find_file
+from verl.utils.hub import MODELSCOPE, check_name
+from verl.workers.reward_manager.custom import load_function
 
 # Estimators that compare the episodes of one question: a group of one has nothing to compare.
 GROUP_ESTIMATORS = ("grpo", "drgrpo", "std_only", "rloo", "grpo_turn")
@@ -28,6 +29,16 @@ def warnings_of(config: Config) -> list[str]:
     return [*_odd(config), *_odd_loss(config)]
 
 
+def check_model(key: str, model: str) -> None:
+    """ValueError, naming ``key``, where ``model`` is meant for a folder (not ``organisation/name``) and isn't there, or
+    for a model on ModelScope that can't be had."""
+    check_name(model)
+    if model.startswith(MODELSCOPE):
+        return
+    if not Path(model).exists() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise ValueError(f"{key}={model}: there is no such folder here or in the repository")
+
+
 def check_inputs(config: Config) -> None:
     """Raise ValueError when a file or folder that the run will read isn't there (before Ray starts, so at once)."""
     model = config.actor_rollout_ref.model.path
@@ -36,15 +47,14 @@ def check_inputs(config: Config) -> None:
             "actor_rollout_ref.model.path is empty; give a folder or a Hugging Face name, or start from a recipe: "
             "profile=cpu_demo"
         )
-    if not Path(model).exists() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-        raise ValueError(f"actor_rollout_ref.model.path={model}: there is no such folder here or in the repository")
+    check_model("actor_rollout_ref.model.path", model)
     needed = {"data.val_files": config.data.val_files if config.data.val_files or config.trainer.val_only else None}
     needed["data.train_files"] = None if config.trainer.val_only else config.data.train_files
     for key, files in needed.items():
         if files is not None:
             _check_files(key, files)
     if config.reward_model.custom:
-        find_file(config.reward_model.custom)
+        load_function(config.reward_model.custom)
     if config.search.mode == "inprocess" and config.search.cache_mode != "replay":
         _check_search(config)
     if config.search.cache_mode == "replay" and not Path(config.search.cache_path).is_file():

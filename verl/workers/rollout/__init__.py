@@ -4,6 +4,7 @@ import importlib.util
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from verl.utils.hub import model_folder
 from verl.workers.rollout.base import RolloutEngine
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def build_engine(config: "Config", device: str) -> RolloutEngine:
     Raises ValueError for a name or a model that can't be served.
     """
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    dtype = model.dtype
+    dtype, folder = model.dtype, model_folder(model.path)
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
     if engine_name(config, device) == "vllm":
@@ -51,7 +52,7 @@ def build_engine(config: "Config", device: str) -> RolloutEngine:
         from verl.workers.rollout.vllm_rollout import VLLMEngine
 
         return VLLMEngine(
-            model.path,
+            folder,
             dtype=dtype,
             device=device.partition(":")[0],
             max_model_len=rollout.max_model_len,
@@ -67,7 +68,7 @@ def build_engine(config: "Config", device: str) -> RolloutEngine:
     from verl.workers.rollout.hf_rollout import HFEngine
 
     return HFEngine.from_pretrained(
-        model.path,
+        folder,
         dtype=getattr(torch, dtype),
         device=device,
         max_batch_size=rollout.max_batch_size,
