@@ -30,7 +30,8 @@ def latest_checkpoint(run: Path) -> Path:
     found = [path for path in (run / "checkpoints").glob(f"{CHECKPOINT}*") if path.name[len(CHECKPOINT) :].isdigit()]
     if not found:
         raise ValueError(
-            f"{run} has no checkpoint; train first (bash train_grpo.sh), or name a model: --model PATH [--adapter PATH]"
+            f"{run} has no checkpoint; train first (bash train_grpo.sh), or name one: --model PATH [--adapter PATH], "
+            "such as the demo's untrained one: --model data/demo/policy"
         )
     return max(found, key=lambda path: int(path.name[len(CHECKPOINT) :]))
 
@@ -91,7 +92,7 @@ class Agent:
         """Play one episode. Raises ValueError as ``encode`` does."""
         prompt_ids = self.encode(question)
         request = EpisodeRequest(
-            uid=f"ask-{time.time_ns()}",
+            uid=f"ask-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}",
             sample_index=0,
             index=next(self._numbers),
             question=question,

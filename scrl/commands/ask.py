@@ -10,6 +10,7 @@ Prompts, tools and limits are those of the adapter's run. Further key=value argu
 
 import argparse
 import asyncio
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,17 +38,22 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     """Which agent."""
     parser.add_argument("--model", help="a folder or a Hugging Face name; default: the run's")
     parser.add_argument("--adapter", type=Path, help="a PEFT adapter or a checkpoint; default: the demo's latest one")
-    parser.add_argument("--search-engine", metavar="NAME", help="default: the run's")
+    parser.add_argument("--search-engine", "--engine", metavar="NAME", help="default: the run's")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
 
 
 def open_agent(options: argparse.Namespace) -> Agent:
     """The agent that the arguments name, not yet loaded. ValueError, one sentence, for what isn't there."""
     from verl.trainer.config.paths import REPO_ROOT, locate
+    from verl.trainer.config.validation import check_model
 
     if not options.temperature >= 0:
         raise ValueError(f"--temperature {options.temperature} is below 0; 0 is greedy, 1 samples as training does")
     adapter = options.adapter and Path(locate(str(options.adapter)))
+    if adapter and not adapter.is_dir():
+        raise ValueError(f"--adapter={options.adapter}: there is no such folder here or in the repository")
+    if options.model:
+        check_model("--model", locate(options.model))
     if adapter is None and options.model is None:
         adapter = latest_checkpoint(REPO_ROOT / DEMO)
     overrides = list(options.overrides)
@@ -138,7 +144,7 @@ async def _converse(agent: Agent, options: argparse.Namespace, console: Console)
         question, code = options.question, 1
         if question:
             code = await _ask(agent, question, options.temperature, console)
-        while options.chat and (question := await asyncio.to_thread(_read_question)):
+        while options.chat and (question := _read_question()):
             try:
                 code = await _ask(agent, question, options.temperature, console)
             except ValueError as error:  # too long: the next question may be shorter
@@ -149,10 +155,14 @@ async def _converse(agent: Agent, options: argparse.Namespace, console: Console)
 
 
 def _read_question() -> str:
+    """On the loop's own thread, since nothing else goes on at the prompt: a thread's ``input`` outlives Ctrl-C."""
+    of_the_loop = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input("? ").strip()
     except EOFError:
         return ""
+    finally:
+        signal.signal(signal.SIGINT, of_the_loop)
 
 
 async def _ask(agent: Agent, question: str, temperature: float, console: Console) -> int:

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_handler_arguments(parser: argparse.ArgumentParser) -> None:
     """What every command with a search handler takes."""
-    parser.add_argument("--engine", default="local", metavar="NAME", help="several, as a,b: in order of preference")
+    names = ("--engine", "--search-engine")
+    parser.add_argument(*names, default="local", metavar="NAME", help="several, as a,b: in order of preference")
     parser.add_argument("--topk", type=int, help="results (default 3)")
 
 

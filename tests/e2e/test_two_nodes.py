@@ -11,10 +11,11 @@ STEPS = ("trainer.deterministic=true", "trainer.total_training_steps=2", "traine
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[str]:
+def two_nodes(monkeypatch) -> Iterator[str]:
     """The address of a cluster in which no node has room for two ranks."""
     folder = tempfile.mkdtemp(prefix="r")  # short, for Ray's sockets; its own, so that no other run finds this Ray
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes(timeout=120)

@@ -35,7 +35,7 @@ def test_a_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(prompts.TOOLS, "calculate", {})
     monkeypatch.setitem(tools.TOOL_FUNCTIONS, "calculate", None)
     exec(example("tool, told"), {"TOOLS": prompts.TOOLS})
-    exec(example("tool, done"), vars(tools) | {"re": re, "SearchError": search_api.SearchError})
+    exec(example("tool, done"), vars(tools).copy())
     arguments = json.dumps({"name": "calculate", "arguments": {"expression": ["1946 - 1904", "rm -r"]}})
     call = parse_turn(f"<think>x</think><tool_call>{arguments}</tool_call>")
     assert isinstance(call, ToolCall)

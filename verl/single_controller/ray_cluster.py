@@ -144,6 +144,7 @@ def _start_local(config: RayConfig, undo: contextlib.ExitStack) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False  # it read the variable when it was imported
     _ensure_token()
     undo.push(_shutdown)
+    print("starting Ray", flush=True)
     for _ in range(_START_ATTEMPTS):
         others = set(psutil.Process().children())
         try:

@@ -52,6 +52,7 @@ def usage() -> str:
 
 def _run(config: Config) -> int:
     # ray, torch, transformers: only once the settings are known to be good
+    print("loading PyTorch and Ray", flush=True)
     from verl.single_controller import WorkerDied
     from verl.trainer.ppo.ray_trainer import run
 

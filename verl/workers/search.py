@@ -34,6 +34,6 @@ async def open_search(config: Config) -> SearchHandler | HttpSearchHandler:
             "python scrl/handler/handler.py), or use search.mode=inprocess"
         )
     raise ValueError(
-        f"search_engine={config.search_engine} does not answer: {result.error}; try it by hand, or use another engine "
-        "(search_engine=local needs no network)"
+        f"search_engine={','.join(config.search_engine)} does not answer: {result.error}; try it by hand, or "
+        "use another engine (search_engine=local needs no network)"
     )

@@ -96,7 +96,8 @@ class HttpxTransport:
             raise SearchError("bad_reply", f"sent a body that can't be decompressed ({error})") from error
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
-            raise SearchError("connection", f"can't be reached or hung up ({reason})", retryable=True) from error
+            place = f"{message.url.scheme}://{message.url.netloc.decode()}"
+            raise SearchError("connection", f"can't be reached at {place} ({reason})", retryable=True) from error
 
     async def aclose(self) -> None:
         await self._client.aclose()

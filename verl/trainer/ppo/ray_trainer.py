@@ -117,6 +117,7 @@ class RayPPOTrainer:
         """Train from where the last checkpoint stands to the last step; validate and save on the way."""
         trainer = self.config.trainer
         found = self.checkpoints.find(trainer.resume_mode)
+        print("starting actor and rollout workers", flush=True)
         self.actor, self.rollouts, self.parameters = start_workers(self.config)
         self.resume(found)
         name = "val_config.yaml" if trainer.val_only else "config.yaml"

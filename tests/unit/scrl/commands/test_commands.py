@@ -4,6 +4,12 @@ import argparse
 import asyncio
 import io
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,13 +64,15 @@ def test_search_shows_the_page_and_browse_its_text(capsys: pytest.CaptureFixture
         (["search", "topk=0", "x"], "topk=0 is too small"),
         (["ask", "--chat", "--model", "data/demo/policy", "max_trns=3"], "did you mean max_turns?"),
         (["serve", "--model", "no/such/model", "--port", "0"], "no/such/model"),
+        (["ask", "x", "--model", "/no/such/folder"], "--model=/no/such/folder: there is no such folder"),
+        (["ask", "x", "--adapter", "no/such/run"], "--adapter=no/such/run: there is no such folder"),
         (
             ["serve", "--port", "0", "--model", "data/demo/policy", "search.mode=http"]
             + ["search.server_url=http://127.0.0.1:9"],
             "search.server_url=http://127.0.0.1:9",
         ),
         (["ask"], "there is no question"),
-        (["ask", "x", "--adapter", "no/such/folder", "--model", "data/demo/policy"], "holds no PEFT adapter"),
+        (["ask", "x", "--adapter", "data/demo", "--model", "data/demo/policy"], "holds no PEFT adapter"),
         (["ask", "x", "--model", "no/such/model"], "no/such/model"),
         (["ask", "x", "--model", "data/demo/policy", "--temperature", "-1"], "is below 0"),
         (["ask", "x", "--model", "data/demo/policy", "max_trns=3"], "did you mean max_turns?"),
@@ -210,3 +218,46 @@ def test_asyncio_loop_is_left_alone_by_opening_twice(agent: Agent) -> None:
             own.close()
 
     assert asyncio.run(play()).turns
+
+
+PROMPT = """
+import asyncio, signal
+from scrl.commands.ask import _read_question
+
+async def chat():
+    while _read_question():
+        pass
+
+try:
+    asyncio.run(chat())
+except KeyboardInterrupt:
+    print("STOPPED", flush=True)
+"""
+
+
+def test_ctrl_c_at_the_chat_prompt_ends_at_once(tmp_path: Path) -> None:
+    """Not only after Enter, as a thread's ``input`` would."""
+    master, terminal = pty.openpty()
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + PROMPT
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        os.close(terminal)
+        shown = b""
+        while b"? " not in shown:
+            assert select.select([master], [], [], 60)[0], "no prompt came"
+            shown += os.read(master, 1000)
+        process.send_signal(signal.SIGINT)
+        while b"STOPPED" not in shown:
+            assert select.select([master], [], [], 30)[0], "Ctrl-C did not end it"
+            shown += os.read(master, 1000)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        os.close(master)
