@@ -22,6 +22,7 @@ from verl.utils.checkpoint import (
     lock_folder,
     rng_state,
     save_json,
+    save_rows,
     set_rng_state,
 )
 
@@ -212,3 +213,13 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
         lock_folder(tmp_path / "run")
     held.close()
     lock_folder(tmp_path / "run").close()
+
+
+def test_rows_are_json_a_line_each(tmp_path):
+    rows = [{"a": np.float64(0.1), "b": "x\ny – é"}, {"a": [1, 2], "b": None}]
+    save_rows(tmp_path / "rows.json", rows)
+    text = (tmp_path / "rows.json").read_text(encoding="utf-8")
+    assert json.loads(text) == [{"a": 0.1, "b": "x\ny – é"}, {"a": [1, 2], "b": None}]
+    assert len(text.splitlines()) == 2 + len(rows)
+    save_rows(tmp_path / "rows.json", [])
+    assert json.loads((tmp_path / "rows.json").read_text()) == []

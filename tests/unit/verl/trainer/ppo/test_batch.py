@@ -140,3 +140,11 @@ def test_tokens_are_written_for_the_first_episodes_only(monkeypatch):
     monkeypatch.setattr("verl.trainer.ppo.batch.MAX_TOKENS_SHOWN", 5)
     rows = episode_rows([episode(), episode()], Letters(), {}, trained(episode()))
     assert [["tokens" in turn for turn in row["turns"]] for row in rows] == [[True, True], [False, False]]
+
+
+def test_message_str_is_what_the_tokenizer_decodes(tokenizer):
+    said = tokenizer.encode("<|im_start|>é – 北京 <tool_call> x", add_special_tokens=False)
+    rows = episode_rows([episode(response_ids=said, turns=[]), short(response_ids=said[:-3] + said[:4])], tokenizer, {})
+    for row, ids in zip(rows, ([1, 2, 3, *said], [1, *said[:-3], *said[:4]]), strict=True):
+        assert row["message_str"] == tokenizer.decode(ids, skip_special_tokens=False)
+    assert "<|im_start|>é – 北京 <tool_call> x" in rows[0]["message_str"]
