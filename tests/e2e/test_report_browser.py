@@ -1,5 +1,6 @@
 """The run report in a real browser: charts draw, filters filter, episodes open, hostile text stays text."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -133,6 +134,40 @@ def test_an_episode_reads_as_it_went_and_shows_its_tokens(visit, write_run):
     assert "−0.5000 (p 0.607)" in page.text_content(".inspect") and "+0.5000" in page.text_content(".inspect")
 
 
+def tiles(page) -> list[str]:
+    return page.locator(".tile").all_inner_texts()
+
+
+def test_what_is_compared_is_of_one_kind_and_says_which(visit, write_run):
+    page = visit([write_run("one", steps=4), write_run("two", steps=3)])  # one has two validations, two has one
+    assert page.inner_text("table >> nth=0").split("\n")[0].split("\t")[2] == "F1, training"
+    cells = page.locator("table >> nth=0 >> tr >> nth=1 >> td").all_inner_texts()
+    assert cells[2:4] == ["0.2 → 0.8", "0.1 → 0.4"]
+    assert page.inner_text('[data-metric="reward/f1"] .key').split() == ["training", "validation"]
+    assert page.locator('[data-metric="actor/grad_norm"] .key').count() == 0
+    assert "F1, validation\n0.5 → 0.5" in tiles(visit([write_run("three", steps=4)]))
+
+
+def test_comparing_opens_on_the_first_and_the_last_step(visit, write_run):
+    folder = write_run(steps=6)
+    rows = json.loads((folder / "rollout" / "val_step_6.json").read_text())
+    rows[1] |= {"answer": "Cy", "reward": {"score": 0.0, "f1": 0.0}, "turns": [{"kind": "answer", "answer": "Cy"}]}
+    (folder / "rollout" / "val_step_6.json").write_text(json.dumps(rows))
+    for step in (1, 5):  # so that only validation asks a question again
+        path = folder / "rollout" / f"rollout_step_{step}.json"
+        path.write_text(path.read_text().replace("mayor number", f"mayor {step}, number"))
+    for step in (2, 3, 4, 6):
+        (folder / "rollout" / f"rollout_step_{step}.json").unlink()
+    (folder / "rollout" / "val_step_2.json").with_name("rollout_step_0.json").write_text(json.dumps(rows))
+    page = visit([folder], "#/compare")
+    assert page.text_content("h1") == "Who is mayor number 1?"  # the one whose episodes differ
+    chosen = [page.locator(f'[data-side="{side}"] select option:checked').inner_text() for side in ("left", "right")]
+    assert chosen == ["validation, step 2 · #1 · score 0.75", "validation, step 6 · #1 · score 0.00"]
+    page.click('[data-side="right"] a:has-text("open")')
+    page.wait_for_selector("article")
+    assert "validation episodes aren't trained on" in page.text_content("article")
+
+
 def test_two_steps_of_a_question_stand_side_by_side(visit, write_run):
     page = visit([write_run()], "#/episode/18")
     page.click("text=Compare with another step")
@@ -184,6 +219,14 @@ def test_it_fits_a_phone_and_follows_its_colours(visit, write_run):
         page.evaluate("(to) => { document.body.removeAttribute('data-shown'); location.hash = to; }", address)
         page.wait_for_selector("body[data-shown]") if address != "#/" else None
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), address
+    page.evaluate("() => { document.body.removeAttribute('data-shown'); location.hash = '#/'; }")
+    page.wait_for_selector("body[data-shown]")
+    box = page.locator('[data-metric="reward/f1"] canvas')
+    box.scroll_into_view_if_needed()
+    area = box.bounding_box()
+    page.touchscreen.tap(area["x"] + area["width"] - 30, area["y"] + 60)
+    page.tap('a:has-text("its episodes")')  # in the tooltip of the last step
+    page.wait_for_selector("p[role=status]:has-text('8 of 26')")
     paper = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(paper) == "rgb(20, 23, 27)"
     page.click("#theme")

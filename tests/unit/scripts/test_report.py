@@ -46,7 +46,7 @@ def test_page_holds_curves_episodes_and_what_each_turn_earned(write_run):
     assert "max_turns: 4" in run["config"]
     episodes = overview["episodes"]
     assert overview["blockSizes"] == [8, 8, 2, 8] == [len(body) for body in bodies]
-    assert [episodes["val"][n] for n in (0, 8, 16, 18)] == [0, 0, 1, 0]  # training before validation
+    assert [episodes["split"][n] for n in (0, 8, 16, 18)] == [0, 0, 1, 0]  # training before validation
     assert [episodes["step"][n] for n in (0, 8, 16, 18)] == [1, 2, 2, 3]
     assert episodes["score"][:4] == [-0.25, 0.75, -0.25, 0.75]
     assert [overview["sources"][n] for n in episodes["source"][:8:4]] == ["two_hop", "one_hop"]
@@ -182,6 +182,42 @@ def test_files_of_older_versions_open(write_run):
     assert "parts" not in first and last["parts"] == {"outcome": 0.5, "early_stop": -0.5}
     assert first["phi"] == [0, 1] and "tokens" not in first and "reward" not in first
     assert overview["episodes"]["depth"][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "charts", "parts"),
+    [
+        (
+            {"custom/right": 0.5, "custom/short": -0.25},
+            ["custom/right", "custom/short"],
+            {"custom/right", "custom/short"},
+        ),
+        ({}, ["custom"], {"custom"}),
+    ],
+)
+def test_a_reward_function_of_the_users_own_stands_by_its_names(write_run, named, charts, parts):
+    turns = [{"kind": "tool_call"}, {"kind": "answer"}]
+    by_turn = [{}, {"outcome": 0.25, "early_stop": -0.5}]
+    reward = {"outcome": 0.25, "early_stop": -0.5, "score": -0.25, "custom_failed": 0.0, "by_turn": by_turn} | named
+    folder = write_run(rows={1: [{"question": "?", "turns": turns, "reward": reward}]})
+    logged = {"reward/outcome": 0.25, "reward/custom_failed": 0.0} | {f"reward/{name}": v for name, v in named.items()}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, **logged}) + "\n")
+    overview, (episode,), *_ = blocks(make(folder))
+    assert [panel["title"] for panel in overview["panels"]][: 3 + len(charts)] == [
+        *("Score", "F1", *charts, "Searches an episode")
+    ]
+    assert all(panel["metric"] in overview["runs"][0]["columns"] for panel in overview["panels"][2 : 2 + len(charts)])
+    last = episode["turns"][1]["parts"]
+    assert last.keys() == parts | {"early_stop"} and sum(last.values()) == -0.25
+    assert episode["reward"] == {"early_stop": -0.5, "score": -0.25} | {name: last[name] for name in parts}
+
+
+def test_a_rollout_of_its_own_is_neither_training_nor_validation(write_run):
+    folder = write_run()
+    (folder / "rollout" / "val_step_2.json").rename(folder / "rollout" / "rollout_step_0.json")
+    overview, *_ = blocks(make(folder))
+    assert overview["episodes"]["split"][:3] == [2, 2, 0]
 
 
 def test_metrics_alone_or_episodes_alone_are_a_run(write_run):

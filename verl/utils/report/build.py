@@ -68,6 +68,9 @@ PANELS = (
 )
 
 
+CUSTOM_AFTER = 2  # the score and F1 come first, then what the user's own reward function gave
+
+
 @dataclass(frozen=True)
 class Trim:
     """What of the episodes is kept; None is all. ``token_files``: rollout files with token views, ``chars``: of each
@@ -162,7 +165,7 @@ def _payload(
     overview = {
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
         "runs": [_run_record(run) for run in runs],
-        "panels": [dataclasses.asdict(panel) for panel in PANELS],
+        "panels": [dataclasses.asdict(panel) for panel in panels([run.metrics for run in runs])],
         "alerts": alert_records(runs, index),
         "configDiff": config_differences(runs),
         "problems": problems,
@@ -172,6 +175,18 @@ def _payload(
     texts = [pack(overview), *blocks]
     tags = (f'<script type="text/plain" id="block-{n}">{text}</script>' for n, text in enumerate(texts))
     return "\n".join(tags), notes, problems
+
+
+def panels(runs: Sequence[Run]) -> list[Panel]:
+    """``PANELS``, and one for each component of a reward function of the user's own (``reward_model.custom``), or for
+    its value where it names none."""
+    logged = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    named = [name for name in logged if name.startswith("reward/custom/")]
+    about = "your reward function, mean over the episodes"
+    own = [Panel(name.removeprefix("reward/"), name, about=about) for name in named]
+    if not own and "reward/custom_failed" in logged:
+        own = [Panel("custom", "reward/outcome", about=about)]
+    return [*PANELS[:CUSTOM_AFTER], *own, *PANELS[CUSTOM_AFTER:]]
 
 
 def _first_level(files: Sequence[tuple[int, RolloutFile]], room: int) -> int:

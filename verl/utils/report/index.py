@@ -8,6 +8,7 @@ from verl.utils.report.metrics import is_number
 from verl.utils.report.rollouts import EpisodeRecord, to_text
 from verl.utils.report.source import RunFolder
 
+SPLITS = ("train", "val", "test")
 ANSWER_CHARS = 160  # of an answer, in the table
 
 
@@ -33,7 +34,7 @@ class EpisodeIndex:
             row = {
                 "run": run,
                 "step": episode.step,
-                "val": int(episode.split == "val"),
+                "split": SPLITS.index(episode.split),
                 "source": self._number("sources", episode.source or "unknown"),
                 "finish": self._number("finishes", episode.finish or "unknown"),
                 "question": self._number("questions", (episode.question, *episode.golds)),

@@ -18,7 +18,8 @@ _TOKEN_COLUMNS = ("ids", "text", "widths", "loss", "engine", "trainer")
 
 
 class RolloutFile(NamedTuple):
-    """``split``: train, or val for validation and for episodes of ``trainer.val_only`` (written as step 0)."""
+    """``split``: train, val, or test for a roll-out of its own (``trainer.val_only``), which is written as step 0
+    whatever checkpoint it played."""
 
     step: int
     split: str
@@ -85,7 +86,8 @@ def rollout_files(folder: Path) -> list[RolloutFile]:
     for path in sorted(folder.glob("*_step_*.json")) if folder.is_dir() else ():
         if match := _NAME.fullmatch(path.name):
             step = int(match[2])
-            found.append(RolloutFile(step, "train" if match[1] == "rollout" and step else "val", path))
+            split = "val" if match[1] == "val" else "train" if step else "test"
+            found.append(RolloutFile(step, split, path))
     return sorted(found)
 
 
@@ -184,7 +186,7 @@ def _episode(step: int, split: str, row: dict[str, Any]) -> EpisodeRecord:
         depth=_whole(row.get("search_depth"), sum(turn.kind == "tool_call" for turn in turns)),
         score=totals.get("score"),
         f1=totals.get("f1"),
-        reward=totals,
+        reward=_with_outcome_parts(totals, totals),
         filtered=row.get("filtered") is True,
         turns=turns,
     )
@@ -222,9 +224,10 @@ def _place_rewards(
     episode that are known to be the last turn's."""
     by_turn = _list(reward.get("by_turn"))
     for turn, parts in zip(turns, by_turn, strict=False):
-        turn.parts = _numbers(parts)
+        turn.parts = _with_outcome_parts(_numbers(parts), totals)
     if turns and not by_turn:
-        turns[-1].parts = {name: totals[name] for name in _LAST_TURN_PARTS if totals.get(name)}
+        parts = {name: totals[name] for name in _LAST_TURN_PARTS if totals.get(name)}
+        turns[-1].parts = _with_outcome_parts(parts, totals)
     for turn, value in zip(turns, _list(row.get("turn_reward")), strict=False):
         turn.reward = _number(value)
     for turn, value in zip(turns, _list(row.get("advantage")), strict=False):
@@ -233,3 +236,15 @@ def _place_rewards(
     for turn, before, after in zip(turns, phi[:-1], phi[1:], strict=False):
         if is_number(before) and is_number(after):
             turn.phi = (float(before), float(after))
+
+
+def _with_outcome_parts(parts: dict[str, float], totals: dict[str, float]) -> dict[str, float]:
+    """``parts`` with the names of the user's own reward function (``reward_model.custom``) where it made the outcome:
+    those that it gave (``custom/x``, which sum up to the outcome), else ``custom``."""
+    if "outcome" not in parts or "custom_failed" not in totals:
+        return parts
+    own = {name: value for name, value in totals.items() if name.startswith("custom/")}
+    kept = {name: value for name, value in parts.items() if name not in ("outcome", *own)}
+    if not kept.get("custom_failed"):
+        kept.pop("custom_failed", None)
+    return kept | (own or {"custom": parts["outcome"]})

@@ -112,7 +112,7 @@ def score_style(score: float | None) -> str:
 def cells(episode: EpisodeRecord) -> list[Text]:
     """When, sample, score, finish, depth, question, answer."""
     return [
-        Text(f"{'val ' if episode.split == 'val' else ''}{episode.step}"),
+        Text("test" if episode.split == "test" else f"{'val ' if episode.split == 'val' else ''}{episode.step}"),
         Text(str(episode.sample)),
         Text(number(episode.score), style=score_style(episode.score), justify="right"),
         Text(one_line(episode.finish)[:10]),

@@ -1,6 +1,7 @@
 // The curves: a chart a metric, runs over one another, validation as rings, alerts as marks.
 
 const SMOOTH_FROM = 24; // steps; fewer points are clearer as they are
+const RING = 8; // px
 let charts = [];
 
 function seriesOf(run, metric) {
@@ -20,10 +21,14 @@ function smooth(points) {
 
 function tooltip(rows) {
   if (!rows.length) return null;
-  return h("div", { class: "num" }, h("div", { style: { opacity: ".7" } }, `step ${rows[0].value[0]}`),
+  const step = rows[0].value[0];
+  return h("div", { class: "num" }, h("div", { class: "faint" }, `step ${step}`,
+    IS_TOUCH && data.count ? [" · ", h("a", { href: episodesAt(step) }, "its episodes")] : null),
     rows.map((row) => h("div", null,
-      h("span", { class: "dot", style: { background: row.color } }), `${row.seriesName}  `, h("b", null, short(row.value[1])))));
+      h("span", { class: "dot", style: { background: row.color, border: `2px solid ${row.borderColor ?? row.color}` } }), `${row.seriesName}  `, h("b", null, short(row.value[1])))));
 }
+
+const episodesAt = (step) => `#/episodes?from=${step}&to=${step}`;
 
 function axes(log, lowest) {
   const faint = css("--faint");
@@ -32,14 +37,18 @@ function axes(log, lowest) {
   return {
     backgroundColor: "transparent",
     animation: false,
-    grid: { left: 4, right: 14, top: 14, bottom: 4, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
-    xAxis: { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, axisLine: { ...line, onZero: false }, axisTick: { show: false }, ...common },
+    grid: { left: 4, right: 14, top: 14, bottom: 4, outerBoundsMode: "same", outerBoundsContain: "all" },
+    xAxis: {
+      type: "value", min: "dataMin", max: "dataMax", minInterval: 1, axisLine: { ...line, onZero: false }, axisTick: { show: false }, ...common,
+      name: "step", nameLocation: "middle", nameGap: 26, nameTextStyle: { color: faint, fontSize: 11 },
+      axisLabel: { ...common.axisLabel, margin: 10 }, // room for a ring in the corner
+    },
     yAxis: {
       type: log ? "log" : "value", scale: true, splitNumber: 4, ...common, axisLine: { show: false }, axisTick: { show: false }, splitLine: line, min: log ? lowest : undefined,
-      axisLabel: { ...common.axisLabel, formatter: short, showMinLabel: log ? false : undefined },
+      axisLabel: { ...common.axisLabel, margin: 12, formatter: tick, showMinLabel: log ? false : undefined },
     },
     tooltip: {
-      trigger: "axis", confine: true, backgroundColor: css("--card"), borderColor: css("--line"), padding: [6, 10],
+      trigger: "axis", confine: true, enterable: IS_TOUCH, backgroundColor: css("--card"), borderColor: css("--line"), padding: [6, 10],
       textStyle: { color: css("--ink"), fontSize: 12 }, axisPointer: { lineStyle: { color: faint } },
       formatter: (rows) => tooltip(rows.filter((row) => row.seriesName)) || "",
     },
@@ -70,7 +79,7 @@ function linesOf(panel, log) {
     const rings = panel.validation ? seriesOf(number, panel.validation) : [];
     if (rings.length) {
       series.push({
-        type: "line", name: `${run.name}, validation`, data: rings, color, symbol: "circle", symbolSize: 8, showAllSymbol: true,
+        type: "line", name: `${run.name}, validation`, data: rings, color, symbol: "circle", symbolSize: RING, showAllSymbol: true,
         lineStyle: { width: 0 }, itemStyle: { color: css("--card"), borderColor: color, borderWidth: 2 }, z: 5,
       });
     }
@@ -84,9 +93,15 @@ function draw(box, option) {
   charts.push(chart);
   chart.getZr().on("dblclick", (event) => {
     const step = Math.round(chart.convertFromPixel({ xAxisIndex: 0 }, event.offsetX));
-    location.hash = `#/episodes?from=${step}&to=${step}`;
+    location.hash = episodesAt(step);
   });
   return chart;
+}
+
+// What the line and the rings of a chart are, where it has both.
+function key(series) {
+  const hasRings = series.some((one) => one.symbolSize === RING);
+  return hasRings ? h("span", { class: "key" }, h("i"), "training", h("b"), "validation") : null;
 }
 
 function panelCard(panel) {
@@ -98,7 +113,7 @@ function panelCard(panel) {
   const box = h("div", { class: drawn ? "plot" : "missing" }, drawn ? null : "not logged");
   const about = panel.about + (log ? (panel.about ? "; " : "") + "logarithmic" : "");
   const card = h("section", { class: "card chart", "data-metric": panel.metric },
-    h("h3", null, panel.title), h("p", { class: "faint" }, about), box);
+    h("h3", null, panel.title, drawn ? key(series) : null), h("p", { class: "faint" }, about), box);
   if (drawn) queueMicrotask(() => draw(box, { ...axes(log, log ? Math.min(...positive) : undefined), series }));
   return card;
 }
@@ -116,12 +131,11 @@ function timeCard(run, number) {
   }));
   const option = axes(false);
   option.yAxis.scale = false;
-  option.grid.top = 34;
-  option.legend = { top: 0, left: 0, itemWidth: 10, itemHeight: 10, icon: "roundRect", textStyle: { color: css("--soft"), fontSize: 12 } };
   queueMicrotask(() => draw(box, { ...option, series }));
   const whose = data.runs.length > 1 ? [" · ", runDot(number), run.name] : [];
   return h("section", { class: "card chart wide" }, h("h3", null, "Where the time went", whose),
-    h("p", { class: "faint" }, "seconds of each step"), box);
+    h("p", { class: "faint" }, "seconds of each step"),
+    h("div", { class: "runs faint" }, names.map((name, i) => h("span", null, h("span", { class: "dot", style: { background: PHASE_COLOURS[i] } }), name))), box);
 }
 
 // Any metric that was logged, chosen by its name.
@@ -144,9 +158,20 @@ function forgetCharts() {
 }
 window.addEventListener("resize", () => charts.forEach((chart) => chart.resize()));
 
-function change(number, metric, fallback) {
-  const [preferred, other] = [metric, fallback].map((name) => seriesOf(number, name));
-  const points = preferred.length > 1 || other.length < 2 ? preferred : other;
+const MEASURES = [["F1", "val/f1/mean", "reward/f1"], ["Score", "val/score/mean", "critic/score/mean"],
+  ["Searches", "val/search_depth/mean", "behavior/search_depth"]];
+
+// Which of a measure's two metrics, validation's and training's, tells of all runs how it went: with two points or more
+// of each run, else with one of each, else of some run. What is shown together is of one kind.
+function kindOf([, ...metrics]) {
+  const lengths = metrics.map((metric) => data.runs.map((_, run) => seriesOf(run, metric).length));
+  const least = lengths.map((some) => Math.min(...some, 2));
+  const kind = least[0] === Math.max(...least) && Math.max(...lengths[0]) ? 0 : 1;
+  return { metric: metrics[kind], name: kind ? "training" : "validation" };
+}
+
+function change(number, metric) {
+  const points = seriesOf(number, metric);
   if (points.length > 1) return `${short(round2(points[0][1]))} → ${short(round2(points.at(-1)[1]))}`;
   return points.length ? short(round2(points[0][1])) : "–";
 }
@@ -159,19 +184,15 @@ function curvesPage() {
   const alertPanels = [...new Set(data.alerts.map((alert) => alert.metric))]
     .filter((metric) => !data.panels.some((panel) => panel.metric === metric))
     .map((metric) => ({ title: metric, metric, about: "" }));
-  const hasRings = data.panels.some((panel) => panel.validation && data.runs.some((run) => run.columns[panel.validation]));
   return h("div", null,
     h("h1", null, one ? first.name : `${data.runs.length} runs`),
     h("div", { class: "runs" },
       one ? null : data.runs.map((run, number) => h("span", null, runDot(number), run.name)),
-      hasRings ? h("span", null, "○ validation") : null,
       data.alerts.length ? h("span", null, h("span", { class: "bad" }, "▲"), " alert") : null,
-      data.count ? h("span", { class: "faint hover-only" }, "double-click a step to see its episodes") : null),
+      data.count ? h("span", { class: "faint" }, IS_TOUCH ? "tap a step in a chart for its episodes" : "double-click a step to see its episodes") : null),
     noticeBox(),
     one ? h("div", { class: "tiles" },
-      tile("F1", change(0, "val/f1/mean", "reward/f1")),
-      tile("Score", change(0, "val/score/mean", "critic/score/mean")),
-      tile("Searches an episode", change(0, "val/search_depth/mean", "behavior/search_depth")),
+      MEASURES.map((measure) => tile(`${measure[0]}, ${kindOf(measure).name}`, change(0, kindOf(measure).metric))),
       tile("Steps", first.steps.length ? String(first.steps.at(-1)) : "–"),
       tile("Episodes", data.count.toLocaleString("en")),
       tile("Alerts", String(data.alerts.length))) : runTable(),
@@ -180,14 +201,13 @@ function curvesPage() {
 }
 
 function runTable() {
-  const columns = [["F1", "val/f1/mean", "reward/f1"], ["Score", "val/score/mean", "critic/score/mean"],
-    ["Searches", "val/search_depth/mean", "behavior/search_depth"]];
+  const columns = MEASURES.map((measure) => ({ title: measure[0], ...kindOf(measure) }));
   const alerts = (number) => data.alerts.filter((alert) => alert.run === number).length;
   return h("div", { class: "card scroll", style: { margin: "20px 0" } }, h("table", { class: "diff num" },
-    h("tr", null, ["Run", "Steps", ...columns.map((column) => column[0]), "Alerts"].map((name) => h("th", null, name))),
+    h("tr", null, ["Run", "Steps", ...columns.map((column) => `${column.title}, ${column.name}`), "Alerts"].map((name) => h("th", null, name))),
     data.runs.map((run, number) => h("tr", null, h("td", null, runDot(number), run.name),
       h("td", null, String(run.steps.at(-1) ?? "–")),
-      columns.map(([, metric, fallback]) => h("td", null, change(number, metric, fallback))), h("td", null, String(alerts(number)))))));
+      columns.map(({ metric }) => h("td", null, change(number, metric))), h("td", null, String(alerts(number)))))));
 }
 
 function noticeBox() {

@@ -7,8 +7,43 @@ function repeatedQuestions() {
     if (!byQuestion.has(question)) byQuestion.set(question, []);
     byQuestion.get(question).push(number);
   });
-  const when = (number) => `${data.episodes.run[number]} ${data.episodes.step[number]} ${data.episodes.val[number]}`;
+  const when = (number) => ["run", "step", "split"].map((column) => data.episodes[column][number]).join(" ");
   return new Map([...byQuestion].filter(([, numbers]) => new Set(numbers.map(when)).size > 1));
+}
+
+// The earliest and the latest of a question's episodes within a run; of several such pairs the one furthest apart. A
+// test roll-out has no step, so it counts only where there is nothing else.
+function widestPair(numbers) {
+  const { run, step, split } = data.episodes;
+  const series = new Map();
+  for (const number of numbers.filter((one) => split[one] !== TEST)) {
+    const key = `${run[number]} ${split[number]}`;
+    if (!series.has(key)) series.set(key, []);
+    series.get(key).push(number);
+  }
+  const pairs = [...series.values()].map((some) => {
+    const sorted = some.sort((a, b) => step[a] - step[b] || a - b);
+    return [sorted[0], sorted.find((one) => step[one] === step[sorted.at(-1)])];
+  });
+  return pairs.filter((pair) => span(pair) > 0).sort((a, b) => span(b) - span(a))[0] ?? [numbers[0], numbers.at(-1)];
+}
+const span = ([left, right]) => data.episodes.step[right] - data.episodes.step[left];
+
+// An episode and the one of the question that is furthest from it in steps, the earlier one on the left.
+function pairWith(number, others) {
+  const { run, step, split } = data.episodes;
+  const like = others.filter((other) => run[other] === run[number] && split[other] === split[number]);
+  const [other] = (like.length ? like : others).toSorted((a, b) => Math.abs(step[b] - step[number]) - Math.abs(step[a] - step[number]) || a - b);
+  return [number, other].sort((a, b) => step[a] - step[b] || a - b);
+}
+
+// What to open with: of the questions that stand furthest apart, the first whose episodes differ.
+function openingPair(repeated) {
+  const pairs = [...repeated.values()].map(widestPair);
+  const most = pairs.reduce((widest, pair) => Math.max(widest, span(pair)), 0);
+  const widest = pairs.filter((pair) => span(pair) === most);
+  const differs = ([left, right]) => ["score", "depth", "answer"].some((name) => data.episodes[name][left] !== data.episodes[name][right]);
+  return widest.find(differs) ?? widest[0];
 }
 
 async function comparePage(left, right) {
@@ -17,16 +52,16 @@ async function comparePage(left, right) {
     return h("p", { class: "note" }, "No question was asked at two steps yet. Validation asks the same ones each time: trainer.test_freq.");
   }
   if (!(left >= 0 && left < data.count)) {
-    const [, numbers] = [...repeated].find(([, some]) => data.episodes.val[some[0]]) ?? [...repeated][0];
-    [left, right] = [numbers[0], numbers.at(-1)];
+    [left, right] = openingPair(repeated);
   }
   const question = data.episodes.question[left];
   const numbers = repeated.get(question) ?? episodesWith("question", question);
-  if (!(right >= 0 && data.episodes.question[right] === question)) right = numbers.at(-1);
+  const rest = numbers.filter((number) => number !== left);
+  if (!(right >= 0 && data.episodes.question[right] === question)) [left, right] = rest.length ? pairWith(left, rest) : [left, left];
   const go = (one, other) => { location.hash = `#/compare/${one}/${other}`; };
   const label = (number) => {
     const row = rowOf(number);
-    return `${data.runs.length > 1 ? `${data.runs[row.run].name} · ` : ""}${splitOf(row)} step ${row.step} · #${row.sample} · score ${fixed(row.score)}`;
+    return `${data.runs.length > 1 ? `${data.runs[row.run].name} · ` : ""}${whenOf(row)} · #${row.sample} · score ${fixed(row.score)}`;
   };
   const options = numbers.map((number) => [String(number), label(number)]);
   const [one, other] = await Promise.all([openEpisode(left), openEpisode(right)]);
@@ -48,8 +83,7 @@ function questionChoice(repeated, chosen, go) {
     const shown = fits.slice(0, 300);
     if (!shown.includes(chosen)) shown.unshift(chosen);
     place.replaceChildren(select(shown.map((id) => [String(id), data.questions[id].text.slice(0, 140)]), String(chosen), (id) => {
-      const numbers = repeated.get(Number(id));
-      go(numbers[0], numbers.at(-1));
+      go(...widestPair(repeated.get(Number(id))));
     }, { "aria-label": "Question", style: { flex: "3 1 300px" } }));
   };
   list("");

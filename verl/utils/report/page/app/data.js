@@ -62,7 +62,7 @@ function rowOf(number) {
   const at = (name) => columns[name][number];
   const question = data.questions[at("question")];
   return {
-    number, run: at("run"), step: at("step"), val: at("val"), sample: at("sample"), depth: at("depth"),
+    number, run: at("run"), step: at("step"), split: at("split"), sample: at("sample"), depth: at("depth"),
     score: at("score"), f1: at("f1"), answer: at("answer"), group: at("group"), questionId: at("question"),
     question: question.text, golds: question.golds, source: data.sources[at("source")], finish: data.finishes[at("finish")],
     alerts: [...(data.alertsOf.get(number) || [])],

@@ -23,7 +23,7 @@ async function episodePage(number) {
         if (name === "Tokens") body.replaceChildren(tokenView(episode));
         else read();
       },
-    }, name))) : h("span", { class: "faint" }, "no token record of this episode");
+    }, name))) : h("span", { class: "faint" }, whyNoTokens(episode));
   read();
   return h("article", null,
     h("div", { class: "crumbs" }, h("a", { href: listAddress }, "← All episodes"), h("span", { class: "chips" }, step(-1), step(1))),
@@ -33,13 +33,13 @@ async function episodePage(number) {
 }
 
 function headCard(episode, others) {
-  const compare = others.length ? h("a", { href: `#/compare/${pickOther(episode, others)}/${episode.number}` }, `Compare with another step (${others.length})`) : null;
+  const compare = others.length ? h("a", { href: `#/compare/${pairWith(episode.number, others).join("/")}` }, `Compare with another step (${others.length})`) : null;
   return h("div", { class: "card head-card" },
     h("h1", null, episode.question || "(no question)"),
     h("div", null, h("span", { class: "faint" }, "gold  "), episode.golds.length ? episode.golds.join("  /  ") : "none"),
     h("div", { class: "chips" },
       data.runs.length > 1 ? h("span", { class: "chip" }, runDot(episode.run), data.runs[episode.run].name) : null,
-      h("span", { class: "chip" }, `${splitOf(episode)}, step ${episode.step}`),
+      h("span", { class: "chip" }, whenOf(episode)),
       h("span", { class: "chip" }, episode.source),
       finishChip(episode.finish),
       h("span", { class: "chip num" }, plural(episode.depth, "search").replace("searchs", "searches")),
@@ -52,12 +52,16 @@ function headCard(episode, others) {
     rewardTotals(episode));
 }
 
-// The earliest other episode of the question: the change since then is what one wants to see.
-const pickOther = (episode, others) => others.find((other) => data.episodes.val[other] === episode.val) ?? others[0];
+function whyNoTokens(episode) {
+  if (episode.split !== TRAIN) return `no token view: tokens are recorded for training, and ${SPLITS[episode.split]} episodes aren't trained on`;
+  if (episode.filtered) return "no token view: tokens are recorded for training, and this episode wasn't trained on";
+  if (data.notes.some((note) => note.startsWith("token views"))) return "no token view: left out so that this file stays small";
+  return "no token view: its rollout file holds no tokens";
+}
 
 function rewardTotals(episode) {
   const { reward } = episode;
-  const names = Object.keys(reward).filter((name) => !["score", "f1", "return", "valid"].includes(name) && !name.endsWith("_raw"));
+  const names = Object.keys(reward).filter((name) => !["score", "f1", "em", "return", "valid"].includes(name) && !name.endsWith("_raw"));
   if (!names.length) return null;
   const line = (name) => {
     const raw = reward[`${name}_raw`];

@@ -20,7 +20,7 @@ function matcher(filter) {
   const equals = (name, column, value) => filter.has(name) && tests.push((n) => columns[column][n] === value);
   const number = (name) => (filter.has(name) && filter.get(name) !== "" ? Number(filter.get(name)) : null);
   equals("run", "run", Number(filter.get("run")));
-  equals("split", "val", Number(filter.get("split") === "val"));
+  equals("split", "split", ["train", "val", "test"].indexOf(filter.get("split")));
   equals("source", "source", data.sources.indexOf(filter.get("source")));
   equals("finish", "finish", data.finishes.indexOf(filter.get("finish")));
   equals("depth", "depth", Number(filter.get("depth")));
@@ -86,7 +86,7 @@ function filterBar(filter, apply) {
   let timer;
   const more = h("div", { class: "more" },
     choice("Run", "run", data.runs.map((run, number) => [String(number), run.name]), "all"),
-    choice("Set", "split", [["train", "training"], ["val", "validation"]], "both"),
+    choice("Set", "split", ["train", "val", "test"].map((key, split) => [key, SPLITS[split]]), "all"),
     range("Step", "from", "to", 1),
     choice("Source", "source", same(data.sources), "all"),
     choice("Finish", "finish", same(data.finishes), "all"),
@@ -108,7 +108,7 @@ function episodeLine(number) {
   const row = rowOf(number);
   const golds = row.golds.join(" / ");
   return h("a", { class: "row", href: `#/episode/${number}`, "data-episode": String(number) },
-    h("span", { class: "faint num" }, data.runs.length > 1 ? runDot(row.run) : null, `${row.val ? "val " : "step "}${row.step}`),
+    h("span", { class: "faint num" }, data.runs.length > 1 ? runDot(row.run) : null, ["step ", "val ", "test"][row.split], row.split === TEST ? null : String(row.step)),
     h("span", { class: "main" },
       h("div", { class: "q" }, row.question),
       h("div", { class: "a" }, row.answer === null ? "no answer" : `“${row.answer}”`, golds ? ` · gold ${golds}` : "")),

@@ -35,9 +35,17 @@ function short(value) {
   const digits = size >= 100 ? 0 : size >= 10 ? 1 : size >= 0.1 ? 2 : 4;
   return String(Number(value.toFixed(digits))).replace("-", MINUS);
 }
+// A tick of an axis: as many digits as its neighbours need, not a reader.
+function tick(value) {
+  const size = Math.abs(value);
+  return size !== 0 && (size < 0.001 || size >= 1e6) ? short(value) : String(Number(value.toPrecision(4))).replace("-", MINUS);
+}
 const fixed = (value) => (value === null || value === undefined ? "–" : value.toFixed(2).replace("-", MINUS));
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
-const splitOf = (row) => (row.val ? "validation" : "training");
+const [TRAIN, VAL, TEST] = [0, 1, 2];
+const SPLITS = ["training", "validation", "test roll-out"]; // the last is evaluate.sh's, of any checkpoint
+const whenOf = (row) => (row.split === TEST ? SPLITS[TEST] : `${SPLITS[row.split]}, step ${row.step}`);
+const IS_TOUCH = navigator.maxTouchPoints > 0;
 
 function scoreChip(score, extra = "") {
   const kind = score === null ? "" : score >= 0.5 ? "good" : score < 0 ? "bad" : "";
