@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from verl.trainer.config import Config, to_dict
@@ -26,6 +34,8 @@ from verl.utils.notify import WebhookNotifier
 log = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
 
+
+SPEED_PERIOD_S = 24 * 3600.0  # of steps that the time left is judged by; each may take many minutes
 
 # Section of SwanLab's and TensorBoard's charts -> beginnings of the metric names in it; of several the longest counts.
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -218,6 +228,13 @@ class SwanlabBackend(Backend):
             self._run.finish(state, error=f"{type(error).__name__}: {error}")
 
 
+class TimeLeftColumn(TimeRemainingColumn):
+    """The time left, and nothing while it isn't known."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.time_remaining is None else Text("left ", style="dim") + super().render(task)
+
+
 class ConsoleBackend(Backend):
     """A line a step under a header that returns now and then; on a terminal a progress bar below.
 
@@ -256,11 +273,11 @@ class ConsoleBackend(Backend):
                 BarColumn(bar_width=30),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
-                TextColumn("left", style="dim"),
-                TimeRemainingColumn(),
+                TimeLeftColumn(),
                 console=self._console,
                 refresh_per_second=2,
                 transient=True,
+                speed_estimate_period=SPEED_PERIOD_S,
             )
             self._task = self._progress.add_task("starting", total=total_steps or None, completed=resume_step)
             self._progress.start()
@@ -272,7 +289,7 @@ class ConsoleBackend(Backend):
             self._lines += 1
             self._print(self.line(step, metrics))
         if any(name.startswith("val/") for name in metrics):
-            self._print(self.validation_line(step, metrics), style="green")
+            self._print(self.validation_line(step, metrics), style="green", wrap=True)
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -290,7 +307,8 @@ class ConsoleBackend(Backend):
         return f"{f'{step}/{self._total}':>{self._step_width}}{''.join(cells)}  {self._shares(metrics)}"
 
     def validation_line(self, step: int, metrics: Metrics) -> str:
-        """F1, EM and depth over all questions, then F1 by source where there is more than one."""
+        """F1, EM and depth over all questions, then F1 by source where there is more than one, without what all
+        sources' names begin with."""
         parts = [
             f"{title} {metrics[name]:{form}}"
             for title, name, form in (
@@ -302,14 +320,15 @@ class ConsoleBackend(Backend):
         ]
         sources = {name.removeprefix("val/f1/"): value for name, value in metrics.items() if name.startswith("val/f1/")}
         sources.pop("mean", None)
-        by_source = ", ".join(f"{name} {value:.3f}" for name, value in sources.items()) if len(sources) > 1 else ""
+        shared = _shared_words(sources)
+        by_source = ", ".join(f"{name[shared:]} {value:.3f}" for name, value in sources.items() if len(sources) > 1)
         if "timing_s/testing" in metrics:
             parts.append(f"{metrics['timing_s/testing']:.1f} s")
         text = f"{'validation':>{self._step_width}}  after step {step}: {'  '.join(parts)}"
         return f"{text}  (F1 by source: {by_source})" if by_source else text
 
     def say(self, text: str, warn: bool) -> None:
-        self._print(text, style="yellow" if warn else "")
+        self._print(text, style="yellow" if warn else "", wrap=True)
 
     def status(self, text: str) -> None:
         if self._progress is not None:
@@ -335,12 +354,14 @@ class ConsoleBackend(Backend):
         rest = 1 - sum(share for _, share in shown)
         return ", ".join(f"{name} {share:.0%}" for name, share in shown + ([("other", rest)] if rest >= 0.02 else []))
 
-    def _print(self, text: str, style: str = "") -> None:
-        # A terminal's width cuts a line rather than wrapping it; a file gets the whole of it.
-        cut = self._progress is not None
-        self._console.print(
-            Text(text, style=style), no_wrap=cut, overflow="ellipsis" if cut else None, soft_wrap=not cut
-        )
+    def _print(self, text: str, style: str = "", wrap: bool = False) -> None:
+        """A terminal cuts a line of the table and wraps other text (``wrap``); a file gets it as it is."""
+        if self._progress is None:
+            self._console.print(Text(text, style=style), soft_wrap=True)
+        elif wrap:
+            self._console.print(Text(text, style=style), overflow="fold")
+        else:
+            self._console.print(Text(text, style=style), no_wrap=True, overflow="ellipsis")
 
 
 BACKENDS: dict[str, Callable[[Config, Path, int, int], Backend]] = {
@@ -372,6 +393,12 @@ def chart_layout(names: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
         for section, found in charts.items()
         if found
     }
+
+
+def _shared_words(names: Iterable[str]) -> int:
+    """Length of the beginning, of whole words, that all names share: 5 of demo_yes_no and demo_two_hop."""
+    shared = os.path.commonprefix(list(names))
+    return max(map(shared.rfind, "_-/ .")) + 1
 
 
 def _fitting(value: float, form: str, width: int) -> str:

@@ -165,6 +165,13 @@ def test_validation_is_its_own_line(monkeypatch, tmp_path):
     )
 
 
+def test_sources_are_named_without_what_they_all_begin_with(monkeypatch, tmp_path):
+    stream, tracker = piped(monkeypatch, tmp_path)
+    values = {"mean": 0.5, "demo_two_hop": 0.25, "demo_two_steps": 0.75}
+    tracker.log(4, {f"val/f1/{name}": value for name, value in values.items()})
+    assert stream.getvalue().endswith("(F1 by source: hop 0.250, steps 0.750)\n")
+
+
 def test_a_long_line_is_not_wrapped_in_a_pipe_and_markup_stays_text(monkeypatch, tmp_path):
     stream, tracker = piped(monkeypatch, tmp_path)
     text = "alert: [bold]depth[/bold] :warning: " + "x" * 300
@@ -172,7 +179,9 @@ def test_a_long_line_is_not_wrapped_in_a_pipe_and_markup_stays_text(monkeypatch,
     assert stream.getvalue() == text + "\n"
 
 
-def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch, tmp_path):
+def terminal(monkeypatch) -> io.StringIO:
+    """What a terminal of 70 columns is sent from here on."""
+
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -181,15 +190,53 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "70")
+    return stream
+
+
+def as_seen(stream: io.StringIO) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+
+
+def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch, tmp_path):
+    stream = terminal(monkeypatch)
     with Tracking(config("console"), tmp_path, total_steps=40) as tracker:
         tracker.status("generating")
         tracker.log(1, STEP)
         tracker.say("careful", warn=True)
     shown = stream.getvalue()
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is hidden, and shown again
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    plain = as_seen(stream)
     assert "1/40" in plain and "generating" in plain and "careful" in plain
     assert all(len(line) <= 70 for line in re.split(r"[\r\n]+", plain))
+
+
+def test_a_terminal_shows_a_validation_line_and_an_alert_in_full(monkeypatch, tmp_path):
+    stream = terminal(monkeypatch)
+    values = {f"val/f1/source{number}": number / 10 for number in range(8)} | {"val/f1/mean": 0.35}
+    with Tracking(config("console"), tmp_path, total_steps=4) as tracker:
+        tracker.log(0, values)
+        tracker.say("depth " + "is below its range and " * 5 + "ends here", warn=True)
+    plain = " ".join(as_seen(stream).split())
+    assert "…" not in plain and "source7 0.700)" in plain and "ends here" in plain
+
+
+def test_the_time_left_is_shown_once_it_is_known(monkeypatch, tmp_path):
+    stream = terminal(monkeypatch)
+    clock = [0.0]
+    made = tracking.Progress
+    monkeypatch.setattr(
+        tracking, "Progress", lambda *columns, **options: made(*columns, **options, get_time=lambda: clock[0])
+    )
+    with Tracking(config("console"), tmp_path, total_steps=4) as tracker:
+        tracker.log(0, {"val/f1/mean": 0.5})
+        clock[0] = 600.0
+        tracker.log(1, STEP)
+        tracker._backends["console"]._progress.refresh()
+        assert "left" not in as_seen(stream) and "-:--" not in as_seen(stream)
+        clock[0] = 1200.0
+        tracker.log(2, STEP)
+        tracker._backends["console"]._progress.refresh()
+    assert "left 0:20:00" in as_seen(stream)
 
 
 def test_tensorboard_drops_the_steps_that_are_repeated(tmp_path):
