@@ -40,8 +40,9 @@ from verl.utils.reward_score.qa import exact_match, f1, split_golds  # noqa: E40
 DEFINITIONS = ("deepresearcher", "squad")
 OVERALL = "overall"
 RESAMPLES = 1000
+LEAST = 10  # answers; the bootstrap of fewer is too narrow to be shown
 HELP_MBE = (
-    "mbe is null, no judge is set: export JUDGE_MODEL, OPENAI_BASE_URL and OPENAI_API_KEY of any OpenAI-compatible "
+    "MBE: not judged. For a judge, export JUDGE_MODEL, OPENAI_BASE_URL and OPENAI_API_KEY of any OpenAI-compatible "
     "endpoint and run this again."
 )
 AGAIN = "roll the set out again with evaluate.sh"
@@ -201,24 +202,28 @@ def judge_rows(rows: Sequence[Row], config: JudgeConfig, cache: Path, console: C
 
 
 def show(experiment: str, scores: Mapping[str, Any], console: Console) -> None:
-    table = Table(title=f"{experiment}: per cent, with the bootstrap's 95 % interval")
+    """The table; MBE is in it where answers were judged, an interval where there are enough of them."""
+    judged = scores[OVERALL]["judged"] > 0
+    enough = any(entry["count"] >= LEAST for entry in scores.values())
+    table = Table(title=f"{experiment}: per cent" + (", with the bootstrap's 95 % interval" if enough else ""))
     table.add_column("data source")
-    headings = [f"{metric}\n{d}" for d in ("deep-\nresearcher", "squad") for metric in ("F1", "EM")]  # fits 80 columns
-    for heading in ("count", *headings, "MBE"):
+    # DeepResearcher's definition is the default; full names beside each other would not fit 80 columns.
+    for heading in ("count", "F1", "EM", "F1\n(SQuAD)", "EM\n(SQuAD)", *["MBE"] * judged):
         table.add_column(heading, justify="right")
     for source, entry in scores.items():
         if source == OVERALL:
             table.add_section()
-        cells = [_cell(entry[d], metric) for d in DEFINITIONS for metric in ("f1", "em")]
-        table.add_row(source, str(entry["count"]), *cells, _cell(entry[DEFINITIONS[0]], "mbe"))
+        cells = [_cell(entry[d], metric, entry["count"]) for d in DEFINITIONS for metric in ("f1", "em")]
+        cells += [_cell(entry[DEFINITIONS[0]], "mbe", entry["judged"])] * judged
+        table.add_row(source, str(entry["count"]), *cells)
     console.print(table)
 
 
-def _cell(entry: Mapping[str, Any], name: str) -> str:
+def _cell(entry: Mapping[str, Any], name: str, count: int) -> str:
     if entry[name] is None:
         return "–"
     low, high = entry[f"{name}_interval"]
-    return f"{100 * entry[name]:.1f}\n{100 * low:.1f}–{100 * high:.1f}"
+    return f"{100 * entry[name]:.1f}" + (f"\n{100 * low:.1f}–{100 * high:.1f}" if count >= LEAST else "")
 
 
 def _names(keys: Iterable[int | str], shown: int = 5) -> str:

@@ -102,7 +102,19 @@ def test_scores_by_source_and_definition(tmp_path, capsys):
     assert scores["overall"]["count"] == 4 and scores["overall"]["squad"]["em"] == 0.5
     low, high = nq["squad"]["f1_interval"]
     assert 0 <= low < nq["squad"]["f1"] < high <= 1
-    assert "mbe is null" in printed and "JUDGE_MODEL" in printed and "overall" in printed
+    assert "MBE: not judged" in printed and "JUDGE_MODEL" in printed and "overall" in printed
+
+
+def test_the_table_leaves_out_what_is_not_known(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    many = [row | {"idx": i, "data_source": "many"} for i, row in enumerate(make_rows()[:1] * metrics.LEAST)]
+    few = [row | {"idx": 100 + i, "data_source": "few"} for i, row in enumerate(make_rows()[:1] * (metrics.LEAST - 1))]
+    _, _, printed = run(tmp_path, many + few, capsys=capsys)
+    table = printed[: printed.index("MBE")]  # the hint below it
+    assert "F1" in table and "–" not in table[table.index("few") : table.index("many")]
+    assert table[table.index("many") :].count("–") == 2 * 4  # intervals of this source and of all
+    _, _, printed = run(tmp_path, few, capsys=capsys)
+    assert "interval" not in printed and "–" not in printed
 
 
 def test_the_interval_is_the_binomials_and_repeats():
@@ -263,7 +275,7 @@ def test_command_with_a_judge(tmp_path, capsys, monkeypatch):
     assert scores["nq"]["judged"] == 3
     assert scores["nq"]["squad"]["mbe"] == scores["nq"]["deepresearcher"]["mbe"] == pytest.approx(1 / 3)
     assert scores["tq"]["squad"]["mbe"] == 0
-    assert "secret" not in printed and "mbe is null" not in printed
+    assert "secret" not in printed and "not judged" not in printed and "MBE" in printed
 
 
 def test_verdicts_keep_their_places(tmp_path):
