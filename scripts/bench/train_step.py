@@ -395,6 +395,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)  # what a case's own process is given
     args = parser.parse_args(arguments)
+    if small := [size for size in args.vocabularies if size <= IDS]:
+        parser.error(f"--vocabularies {small[0]}: the batch holds ids up to {IDS}; give more than that")
     torch.set_num_threads(1)
     if args.case:
         case = Case(**args.case)
@@ -404,9 +406,9 @@ def main(arguments: list[str] | None = None) -> None:
     for number, case in enumerate(cases, start=1):
         print(f"[{number}/{len(cases)}] {case.vocabulary:,} {case.size} {case.name} ...", file=sys.stderr, flush=True)
         rows.append(to_row(case, run_case(case, args.repeats, args.case_timeout), rate))
+        if args.json:  # after each case: a run that is stopped keeps what it has
+            args.json.write_text(json.dumps({"matmul_flops_per_s": rate, "rows": rows}, indent=2), encoding="utf-8")
     show(rows, rate)
-    if args.json:
-        args.json.write_text(json.dumps({"matmul_flops_per_s": rate, "rows": rows}, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ class DataParallelPPOActor:
         """
         assert self.optimizer is not None, "a frozen reference has nothing to update"
         batch = dict(data.batch.items())
-        steps = batch.pop("mini_batch", torch.zeros(len(data), dtype=torch.long)).tolist()
+        steps = batch.pop("mini_batch", torch.zeros(len(batch["response_mask"]), dtype=torch.long)).tolist()
         (last,) = reduce_numbers([max(steps, default=0)], "max")
         mini_batches = [[row for row, step in enumerate(steps) if step == k] for k in range(int(last) + 1)]
         batch["advantages"], _ = self.advantage_guard(batch["advantages"].float())
