@@ -20,6 +20,7 @@ entropy=(actor_rollout_ref.actor.entropy_coeff=0.01 actor_rollout_ref.actor.entr
 early_stop=(reward_model.use_early_stop_penalty=true reward_model.min_turns=2)
 no_early_stop=(reward_model.use_early_stop_penalty=false)
 curriculum=(curriculum.enable=true "curriculum.stages=[1,2,4]" "curriculum.steps=[3,5]" "curriculum.min_turns=[1,2,2]")
+two_first=("${curriculum[@]}" "curriculum.stages=[2,3,4]" "curriculum.min_turns=[2,2,2]")
 
 arm 2a 8 "${no_early_stop[@]}"
 arm 2b 8 "${entropy[@]}" "${no_early_stop[@]}"
@@ -27,4 +28,5 @@ arm 2c 8 "${early_stop[@]}"
 arm 2d 8 "${no_early_stop[@]}" "${curriculum[@]}"
 arm 2e 8 "${early_stop[@]}" "${curriculum[@]}"
 arm 2f 8 "${entropy[@]}" "${early_stop[@]}" "${curriculum[@]}"
+arm 2g 8 "${entropy[@]}" "${early_stop[@]}" "${two_first[@]}" # 2f with two searches from the start
 finish --steps 1 3 6 8 --metrics behavior/search_depth critic/score/mean reward/f1 actor/grad_norm actor/entropy
