@@ -125,7 +125,8 @@ class Case:
 
 def full_log_probs(hidden, weight, targets, temperature, guard, with_entropy=False):
     """``log_probs_from_hidden`` as it is usually written: the (N, V) float32 logits, and autograd."""
-    logits, _ = guard(F.linear(hidden, weight).float())
+    logits = F.linear(hidden, weight).float()
+    guard(logits.detach())
     log_p = F.log_softmax(logits / temperature, dim=1)
     entropy = -(log_p.detach().exp() * log_p.detach()).sum(1) if with_entropy else torch.zeros(len(hidden))
     return log_p.gather(1, targets[:, None])[:, 0], entropy

@@ -64,8 +64,9 @@ def test_the_log_probs_alone_shrink_to_the_memory_that_is_free(bench):
     assert fewer < 2**40 and 2**40 % fewer == 0
 
 
-@pytest.mark.timeout(600)
-def test_every_way_takes_the_same_step(bench, tmp_path, capsys):
+def test_every_way_takes_the_same_step(bench, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "run_case", lambda case, repeats, _: bench.MEASURES[case.what](case, repeats))  # in here
+    monkeypatch.setattr(bench.dp_actor, "log_probs_from_hidden", log_probs_from_hidden)  # restored: full logits stay
     figures = tmp_path / "figures.json"
     options = ["--sizes", "2M", "--vocabularies", "20000", "--episodes", "2", "--logits-tokens", "2048"]
     bench.main([*options, "--repeats", "1", "--json", str(figures)])
@@ -83,7 +84,10 @@ def test_every_way_takes_the_same_step(bench, tmp_path, capsys):
     assert "packed, full logits" in printed and "matrix product" in printed
 
 
-def test_a_case_that_fails_is_a_line(bench, capsys):
+def test_a_case_in_its_own_process_and_one_that_fails_there(bench, capsys):
+    alone = bench.run_case(bench.Case("logprobs", "2M", 1792, tokens=16), 1, timeout_s=300)
+    here = bench.measure_logprobs(bench.Case("logprobs", "2M", 1792, tokens=16), 1)
+    assert alone["checksum"] == pytest.approx(here["checksum"])
     case = bench.Case("update", "2M", 1792, episodes=1)
     late = bench.run_case(case, 1, timeout_s=0.05)
     assert "--case-timeout" in late["error"]
