@@ -1,7 +1,8 @@
 """What a decoder's shape alone says: parameters, adapter, KV cache, saved activations, floating-point operations.
 
-No torch and no weights: ``config.json`` is enough. Operations count a multiply-add as two, of the model alone (Chowdhery
-et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): what is computed again, or for padding, doesn't count.
+No torch and no weights: ``config.json`` is enough. Operations count a multiply-add as two, of the model alone
+(Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): what is computed again, or for padding, doesn't
+count.
 """
 
 import json

@@ -62,36 +62,50 @@ class ValueGuard:
 class _LinearLogProb(torch.autograd.Function):
     """log p(target) and entropy of softmax(hidden W^T / temperature), chunk by chunk.
 
-    Only hidden states and one log-normaliser a token are kept; the backward makes each chunk's logits again. With
-    p = softmax(z) and H its entropy: d log p_t / dz_j = [j = t] - p_j and dH / dz_j = -p_j (log p_j + H).
+    With p = softmax(z) and H its entropy: d log p_t / dz_j = [j = t] - p_j and dH / dz_j = -p_j (log p_j + H).
+    Where only the log-probs' gradient in the hidden states is wanted (under a frozen head), the forward makes it while
+    it has the logits: (N, H) to keep, as much as the hidden states. Else hidden states and one log-normaliser a token
+    are kept, and the backward makes each chunk's logits again.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, guard, with_entropy, chunk):
+    def forward(ctx, hidden, weight, targets, temperature, guard, with_entropy, entropy_gradient, chunk):
         log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_norms = torch.empty_like(log_probs)
         entropies = torch.zeros_like(log_probs)
+        at_once = ctx.needs_input_grad[:2] == (True, False) and not entropy_gradient
+        slopes = torch.empty_like(hidden) if at_once else None  # d log p(target) / d hidden
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits, _ = guard(F.linear(hidden[part], weight).float())
+            logits, touched = guard(F.linear(hidden[part], weight).float())
             logits = logits / temperature
             chosen = logits.gather(1, targets[part, None])[:, 0]
             log_norms[part] = torch.logsumexp(logits, dim=1)
             log_probs[part] = chosen - log_norms[part]
-            if with_entropy:
+            if with_entropy or at_once:
                 probs = torch.exp(logits - log_norms[part, None])
+            if with_entropy:
                 entropies[part] = log_norms[part] - torch.einsum("nv,nv->n", probs, logits)
+            if slopes is not None:
+                probs[torch.arange(len(probs), device=probs.device), targets[part]] -= 1.0
+                if touched is not None:
+                    probs.masked_fill_(touched, 0.0)
+                slopes[part] = probs.div_(-temperature).to(hidden.dtype) @ weight
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        ctx.at_once = at_once
+        if at_once:
+            ctx.save_for_backward(slopes)
+            return log_probs, entropies
         ctx.save_for_backward(hidden, weight, targets, log_norms, entropies)
-        ctx.temperature, ctx.guard, ctx.with_entropy, ctx.chunk = (
-            temperature,
-            guard,
-            with_entropy,
-            chunk,
-        )
+        ctx.temperature, ctx.guard, ctx.entropy_gradient, ctx.chunk = temperature, guard, entropy_gradient, chunk
         return log_probs, entropies
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropies):
+        if ctx.at_once:
+            (slopes,) = ctx.saved_tensors
+            return (grad_log_probs[:, None] * slopes).to(slopes.dtype), *[None] * 7
         hidden, weight, targets, log_norms, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -101,7 +115,7 @@ class _LinearLogProb(torch.autograd.Function):
             log_p = (logits / ctx.temperature).sub_(log_norms[part, None])
             probs = log_p.exp()
             slope = -grad_log_probs[part, None]
-            if ctx.with_entropy:
+            if ctx.entropy_gradient:
                 slope = slope - grad_entropies[part, None] * log_p.add_(entropies[part, None])
             grad_logits = probs.mul_(slope)
             chosen = torch.arange(len(logits), device=logits.device), targets[part]
@@ -113,15 +127,7 @@ class _LinearLogProb(torch.autograd.Function):
                 grad_hidden[part] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[part]
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
 def log_probs_from_hidden(
@@ -131,6 +137,7 @@ def log_probs_from_hidden(
     temperature: float,
     guard: ValueGuard,
     with_entropy: bool = False,
+    entropy_gradient: bool = True,
     logits_per_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the targets at the sampling temperature, and entropies, differentiable in hidden and weight.
@@ -142,6 +149,7 @@ def log_probs_from_hidden(
         temperature: above 0; the distribution is softmax(logits / temperature).
         guard: counts and repairs logits before the division.
         with_entropy: else the entropies are 0.
+        entropy_gradient: whether entropies carry one; without it a frozen head saves a third of the products.
         logits_per_chunk: logits alive at once; None takes ``LOGITS_PER_CHUNK`` of the device.
 
     Returns:
@@ -154,4 +162,6 @@ def log_probs_from_hidden(
         raise ValueError(f"temperature={temperature} defines no distribution to train; sample with one above 0")
     budget = logits_per_chunk or LOGITS_PER_CHUNK.get(hidden.device.type, LOGITS_PER_CHUNK["cuda"])
     chunk = max(1, budget // weight.shape[0])
-    return _LinearLogProb.apply(hidden, weight, targets, temperature, guard, with_entropy, chunk)
+    return _LinearLogProb.apply(
+        hidden, weight, targets, temperature, guard, with_entropy, with_entropy and entropy_gradient, chunk
+    )

@@ -54,6 +54,7 @@ class PolicyModel(nn.Module):
         temperature: float,
         guard: ValueGuard,
         with_entropy: bool,
+        entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(log_probs, entropies)``, each (N,) float32, of ``batch.targets`` at the sampling temperature."""
         causal_lm = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
@@ -73,7 +74,7 @@ class PolicyModel(nn.Module):
         )
         hidden = output.last_hidden_state.flatten(0, 1)[batch.select]
         head = causal_lm.get_output_embeddings().weight
-        return log_probs_from_hidden(hidden, head, batch.targets, temperature, guard, with_entropy)
+        return log_probs_from_hidden(hidden, head, batch.targets, temperature, guard, with_entropy, entropy_gradient)
 
 
 def _displacement_metrics(displaced: torch.Tensor, mask: torch.Tensor, denominators: Denominators) -> dict[str, float]:
@@ -155,13 +156,15 @@ class DataParallelPPOActor:
         (most,) = reduce_numbers([max(1, len(own))], "max")
         return [[rows[i] for i in part] for part in own] + [[] for _ in range(int(most) - len(own))]
 
-    def _forward(self, input_ids, needed, mask, rows, temperature, with_entropy) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(
+        self, input_ids, needed, mask, rows, temperature, with_entropy, entropy_gradient=False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(log_probs, entropies)`` of the episodes ``rows``, each (b, R) float32, 0 where nothing was sampled.
 
         Without rows both are (0, R) and still hang on the model, so that a backward reaches all of it.
         """
         batch = forward_batch(input_ids, needed, mask, rows, self.packed)
-        flat = self.model(batch, temperature, self.logits_guard, with_entropy)
+        flat = self.model(batch, temperature, self.logits_guard, with_entropy, entropy_gradient)
         zeros = torch.zeros(len(rows), mask.shape[1], dtype=torch.float32, device=mask.device)
         return tuple(zeros.index_put(batch.index, values[: len(batch.index[0])]) for values in flat)
 
@@ -231,7 +234,13 @@ class DataParallelPPOActor:
         mask, advantages = batch["response_mask"][rows], batch["advantages"][rows]
         with_entropy = entropy_coeff != 0 or "entropys" not in batch
         log_prob, entropy = self._forward(
-            batch["input_ids"], batch["needed"], batch["response_mask"], rows, temperature, with_entropy
+            batch["input_ids"],
+            batch["needed"],
+            batch["response_mask"],
+            rows,
+            temperature,
+            with_entropy,
+            entropy_gradient=entropy_coeff != 0,
         )
         batch["own_log_probs"][rows] = log_prob.detach()
         old = batch["old_log_probs"][rows] if "old_log_probs" in batch else log_prob.detach()

@@ -43,13 +43,33 @@ def test_values_and_gradients_equal_plain_softmax(logits_per_chunk):
     results = []
     for function in (
         lambda: plain(states, weight, targets, 0.7),
-        lambda: log_probs_from_hidden(states, weight, targets, 0.7, ValueGuard(), True, logits_per_chunk),
+        lambda: log_probs_from_hidden(
+            states, weight, targets, 0.7, ValueGuard(), True, logits_per_chunk=logits_per_chunk
+        ),
     ):
         values = function()
         gradients = torch.autograd.grad(values, (states, weight), upstream)
         results.append([*values, *gradients])
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("logits_per_chunk", [22, 10**6])
+def test_under_a_frozen_head_the_gradient_is_made_with_the_logits(logits_per_chunk, monkeypatch):
+    """The same values and gradient, and no product of the head in the backward."""
+    states, weight, targets = example()
+    weight.requires_grad_(False)
+    upstream = torch.linspace(-1, 1, 7)
+    expected, entropies = plain(states, weight, targets, 0.7)
+    (slope,) = torch.autograd.grad(expected, states, upstream)
+    log_probs, seen = log_probs_from_hidden(
+        states, weight, targets, 0.7, ValueGuard(), True, entropy_gradient=False, logits_per_chunk=logits_per_chunk
+    )
+    assert not seen.requires_grad
+    monkeypatch.setattr(torch.nn.functional, "linear", None)  # would fail if called
+    (got,) = torch.autograd.grad(log_probs, states, upstream)
+    for ours, theirs in ((log_probs, expected), (seen, entropies), (got, slope)):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_without_entropy_only_log_probs_carry_gradient():
@@ -61,11 +81,14 @@ def test_without_entropy_only_log_probs_carry_gradient():
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_guard_repairs_counts_and_stops_the_gradient():
+@pytest.mark.parametrize("frozen", [True, False])
+def test_guard_repairs_counts_and_stops_the_gradient(frozen):
     logits = torch.tensor([[float("nan"), 1.0, 2e4], [float("inf"), float("-inf"), 0.0]])
     guard = ValueGuard(clamp=1e4)
     states = logits.clone().requires_grad_()
-    log_probs, _ = log_probs_from_hidden(states, torch.eye(3), torch.tensor([1, 0]), 1.0, guard)
+    log_probs, _ = log_probs_from_hidden(
+        states, torch.eye(3).requires_grad_(not frozen), torch.tensor([1, 0]), 1.0, guard
+    )
     # F.linear spreads a NaN over its whole row (NaN x 0), as a broken hidden state would.
     assert torch.isfinite(log_probs).all()
     assert log_probs[0].item() == pytest.approx(-math.log(3))
