@@ -30,7 +30,7 @@ from verl.utils.model_shape import ModelShape, find_shape  # noqa: E402
 from verl.utils.torch_functional import LOGITS_PER_CHUNK  # noqa: E402
 
 GB = 2**30
-BYTES_PER_LOGIT = 16  # of a chunk in the backward: bf16, float32, its log-softmax, its softmax, the gradient in bf16
+BYTES_PER_LOGIT = 16  # of a chunk at once: bf16, float32, over temperature, its softmax, the gradient in bf16
 EPISODES_TOGETHER = 8  # that an engine should hold when advice is given: with fewer, generating is a queue
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

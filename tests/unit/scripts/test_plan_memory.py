@@ -129,3 +129,35 @@ def test_from_the_command_line(planner, tmp_path, capsys):
     assert planner.main(["--model", "nobody/nothing"]) == 2
     assert planner.main(["max_turn=3"]) == 2
     assert "max_turns" in capsys.readouterr().err
+
+
+def test_the_document_holds_the_plan(planner):
+    """doc/a100.md: each line of both tables, what is left, the step, and what it says of other cards and settings."""
+    text = (SCRIPT.parents[1] / "doc" / "a100.md").read_text(encoding="utf-8")
+    made, _, _, _ = plan(planner)
+    lines = [(line.name, f"{line.value:.2f}", line.how) for line in made.memory]
+    lines += [(line.name, f"{line.value:.0f}", line.how) for line in made.time]
+    for name, value, how in lines:
+        source = "assumed" if how.startswith("assumed") else "computed"
+        assert f"| {name} | {value} | {source} | {how.removeprefix('assumed: ').removeprefix('assumed, ')} |" in text
+    assert f"| **left** | **{made.left:.2f}** |" in text and f"| **step** | **{made.step:.0f}** |" in text
+
+    off = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    limit = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8704"
+    faster, _, _, _ = plan(planner, off, limit, f"{UTILISATION}=0.45")
+    saved = next(line.value for line in made.time if line.name == "update") - next(
+        line.value for line in faster.time if line.name == "update"
+    )
+    assert f"costs {saved:.0f} s" in text and f"leaves {faster.left:.1f} GB" in text
+    for overrides, card, model in (
+        ((), "a100-40g", "Qwen2.5-3B"),
+        ((limit, f"{UTILISATION}=0.46"), "4090-24g", "Qwen2.5-3B"),
+        ((limit,), "4090-24g", "Qwen2.5-1.5B"),
+    ):
+        other, _, _, _ = plan(planner, *overrides, card=card, model=model)
+        assert (
+            f"| {other.left:.1f} GB left, {other.kv_tokens // 8704} full episodes of cache, {other.step:.0f} s" in text
+        )
+    two, _, _, _ = plan(planner, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.num_workers=2")
+    assert f"a step of {two.step:.0f} s (computed)" in text
+    assert made.step > 4 * plan(planner, "max_turns=1", "curriculum.enable=false")[0].step, "a fifth, the document says"
