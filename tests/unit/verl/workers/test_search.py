@@ -32,7 +32,7 @@ async def test_an_engine_that_does_not_answer_is_said_at_the_start(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     monkeypatch.setenv("RETRIEVER_URL", f"http://127.0.0.1:{port}/retrieve")
-    config = Config(search_engine="retriever", search=SearchConfig(timeout_s=1.0))
+    config = Config(search_engine=("retriever",), search=SearchConfig(timeout_s=1.0))
     with pytest.raises(ValueError, match="search_engine=retriever does not answer: .*; try it by hand"):
         await open_search(config)
 
@@ -51,9 +51,9 @@ async def test_what_a_cache_kept_does_not_answer_for_the_engine(monkeypatch, tmp
         def close(self): ...
 
     cache = str(tmp_path / "cache.sqlite")
-    with SearchHandler(HandlerConfig(cache_path=cache, search_engine="retriever"), Earlier()) as handler:
+    with SearchHandler(HandlerConfig(cache_path=cache, search_engine=("retriever",)), Earlier()) as handler:
         assert handler.handle([_CHECK])[0].ok
-    config = Config(search_engine="retriever", search=SearchConfig(timeout_s=1.0, cache_path=cache))
+    config = Config(search_engine=("retriever",), search=SearchConfig(timeout_s=1.0, cache_path=cache))
     with pytest.raises(ValueError, match="search_engine=retriever does not answer"):
         await open_search(config)
 
