@@ -114,5 +114,3 @@ def test_what_is_unknown_is_refused(tmp_path):
         ModelShape.from_config({"model_type": "qwen2", "hidden_size": 8, "num_attention_heads": 2})
     with pytest.raises(ValueError, match="no folder with a config.json"):
         find_shape(str(tmp_path))
-
-
