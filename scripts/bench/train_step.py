@@ -123,8 +123,9 @@ class Case:
         return layout[self.what] + ("" if self.chunked else ", full logits")
 
 
-def full_log_probs(hidden, weight, targets, temperature, guard, with_entropy=False):
-    """``log_probs_from_hidden`` as it is usually written: the (N, V) float32 logits, and autograd."""
+def full_log_probs(hidden, weight, targets, temperature, guard, with_entropy=False, entropy_gradient=False):
+    """``log_probs_from_hidden`` as it is usually written: the (N, V) float32 logits; entropies have no gradient."""
+    assert not entropy_gradient
     logits = F.linear(hidden, weight).float()
     guard(logits.detach())
     log_p = F.log_softmax(logits / temperature, dim=1)
@@ -196,7 +197,7 @@ def measure_logprobs(case: Case, repeats: int) -> dict[str, Any]:
 
     def run() -> None:
         hidden.grad = None
-        log_probs, _ = compute(hidden, weight, targets, 1.0, ValueGuard(), True)
+        log_probs, _ = compute(hidden, weight, targets, 1.0, ValueGuard(), True, entropy_gradient=False)
         log_probs.mean().backward()
         sums.append(log_probs.double().sum().item() + hidden.grad.double().norm().item())
 

@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-# Logits alive at once: on a CPU few enough to stay near its cache (measured), on a GPU enough for wide products.
-LOGITS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**26}
+# Logits alive at once: on a CPU few enough for its cache, on a GPU enough for wide products. But never so few tokens
+# that reading the head's weights costs more than the products with them. Both measured on a CPU.
+LOGITS_PER_CHUNK = {"cpu": 2**20, "cuda": 2**26}
+TOKENS_PER_CHUNK = 128
 
 
 class ValueGuard:
@@ -150,7 +152,7 @@ def log_probs_from_hidden(
         guard: counts and repairs logits before the division.
         with_entropy: else the entropies are 0.
         entropy_gradient: whether entropies carry one; without it a frozen head saves a third of the products.
-        logits_per_chunk: logits alive at once; None takes ``LOGITS_PER_CHUNK`` of the device.
+        logits_per_chunk: logits alive at once; None takes that of the device, but at least ``TOKENS_PER_CHUNK`` tokens.
 
     Returns:
         ``(log_probs, entropies)``, each (N,) float32, in nats.
@@ -160,8 +162,11 @@ def log_probs_from_hidden(
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} defines no distribution to train; sample with one above 0")
-    budget = logits_per_chunk or LOGITS_PER_CHUNK.get(hidden.device.type, LOGITS_PER_CHUNK["cuda"])
-    chunk = max(1, budget // weight.shape[0])
+    if logits_per_chunk is None:
+        chunk = LOGITS_PER_CHUNK.get(hidden.device.type, LOGITS_PER_CHUNK["cuda"]) // weight.shape[0]
+        chunk = max(chunk, TOKENS_PER_CHUNK)
+    else:
+        chunk = max(1, logits_per_chunk // weight.shape[0])
     return _LinearLogProb.apply(
         hidden, weight, targets, temperature, guard, with_entropy, with_entropy and entropy_gradient, chunk
     )

@@ -145,3 +145,13 @@ def test_no_matrix_of_tokens_by_vocabulary_exists(monkeypatch):
     log_probs, _ = log_probs_from_hidden(states, weight, targets, 1.0, ValueGuard(), True, logits_per_chunk=500)
     log_probs.sum().backward()
     assert largest == 500
+
+
+@pytest.mark.parametrize(("vocab", "tokens"), [(2**13, 128), (2**14, 128), (2**12, 256)])
+def test_a_chunk_is_never_too_small_to_pay_for_the_weights(vocab, tokens, monkeypatch):
+    """2^20 logits on a CPU, but at least 128 tokens."""
+    sizes = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: sizes.append(len(args[0])) or linear(*args))
+    log_probs_from_hidden(torch.ones(300, 2), torch.ones(vocab, 2), torch.zeros(300).long(), 1.0, ValueGuard())
+    assert sizes == [tokens] * (300 // tokens) + [300 % tokens]
