@@ -307,7 +307,7 @@ def run_case(case: Case, repeats: int, timeout_s: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {timeout_s:.0f} s (--case-timeout)"}
     if done.returncode < 0:
-        return {"error": f"killed by signal {-done.returncode} (memory?)"}
+        return {"error": f"killed by signal {-done.returncode}" + (": out of memory?" if done.returncode == -9 else "")}
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
     return json.loads(done.stdout.strip().splitlines()[-1])
