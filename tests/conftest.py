@@ -1,11 +1,25 @@
 """What tests of several folders share."""
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def loggers_stay_as_they_are() -> Iterator[None]:
+    """A test that quietens ours would hide what later ones look for."""
+    ours = [logging.getLogger(name) for name in (None, "verl", "scrl")]
+
+    def state() -> list[tuple[int, bool, bool]]:
+        return [(logger.level, logger.disabled, logger.propagate) for logger in ours]
+
+    before = state()
+    yield
+    assert state() == before
 
 
 def _observation(step: int, sample: int) -> str:

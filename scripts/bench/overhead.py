@@ -323,8 +323,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if any(count < GROUP or count % GROUP for count in args.episodes):
         parser.error(f"--episodes {args.episodes}: groups are of {GROUP}; give multiples of it")
-    torch.set_num_threads(1)
-    logging.getLogger("verl").setLevel(logging.ERROR)  # what the monitor thinks of these episodes
     rows = [measure(count, args.turns, args.repeats, args.ranks) for count in sorted(args.episodes)]
     show(rows, Console())
     if args.json:
@@ -334,4 +332,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.getLogger("verl").setLevel(logging.ERROR)  # what the monitor thinks of these episodes
     sys.exit(main())

@@ -99,9 +99,10 @@ def test_two_runs_at_once_each_have_a_ray_and_leave_nothing(machine):
     for run in runs:
         output, _ = run.communicate(timeout=240)
         lines = output.splitlines()
-        assert run.returncode == 0 and len(lines) == 2, f"more than the two lines were printed:\n{output}"
-        word, scrl, address = lines[0].split()
-        assert word == "IMPORTED" and scrl == str(REPO_ROOT / "scrl" / "types.py") and lines[1] == "ENDED None"
+        assert run.returncode == 0 and len(lines) == 3, f"more than the three lines were printed:\n{output}"
+        assert lines[0] == "starting Ray" and lines[2] == "ENDED None"
+        word, scrl, address = lines[1].split()
+        assert word == "IMPORTED" and scrl == str(REPO_ROOT / "scrl" / "types.py")
         addresses.append(address)
     assert len(set(addresses)) == 2 and all(address.startswith("127.0.0.1:") for address in addresses)
     assert all_gone(machine)
@@ -119,6 +120,7 @@ def test_two_runs_at_once_each_have_a_ray_and_leave_nothing(machine):
 )
 def test_whatever_ends_a_run_ends_its_ray(machine, then, number, says):
     run = drive(machine, then)
+    assert run.stdout.readline() == "starting Ray\n"
     assert run.stdout.readline().startswith("IMPORTED")
     assert len(of(machine)) > 3, "else this test would see nothing"
     if number is not None:
@@ -145,14 +147,15 @@ def test_a_ray_that_runs_is_used_and_left_running_and_its_stale_record_ignored(m
     assert named[1].split()[2] == record and len(named) == 3
 
     own = drive(machine, RAY_ADDRESS="local").communicate(timeout=240)[0].splitlines()
-    assert own[0].startswith("IMPORTED") and "127.0.0.1" in own[0]
+    assert own[0] == "starting Ray" and own[1].startswith("IMPORTED") and "127.0.0.1" in own[1]
 
     assert _answers(record), "the cluster outlives the runs that use it"
     for process in of(machine):
         process.kill()
     assert all_gone(machine) and (machine / "ray" / "ray_current_cluster").exists()
     after = drive(machine).communicate(timeout=240)[0].splitlines()
-    assert after[0].startswith("IMPORTED") and "127.0.0.1" in after[0] and len(after) == 2
+    assert after[0] == "starting Ray" and after[1].startswith("IMPORTED") and "127.0.0.1" in after[1]
+    assert len(after) == 3
 
 
 def test_a_named_cluster_that_does_not_answer_is_an_error_at_once(monkeypatch):
@@ -216,6 +219,6 @@ with connect() as connection:
         command = [sys.executable, "-c", code.format(repo=str(REPO_ROOT), succeeds=succeeds)]
         runs.append(subprocess.run(command, env=environment(machine), capture_output=True, text=True, timeout=200))
     third, never = runs
-    assert third.stdout == "STARTED 3\n" and third.returncode == 0
+    assert third.stdout == "starting Ray\nSTARTED 3\n" and third.returncode == 0
     assert never.returncode == 1 and "ConnectionError: Ray didn't start in 3 attempts" in never.stderr
     assert all_gone(machine), "the failed attempts' processes too"

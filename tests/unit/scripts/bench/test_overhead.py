@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "bench" / "overhead.py"
 
@@ -40,10 +39,8 @@ def test_growth_is_the_exponent(bench):
 
 
 def test_a_step_is_measured_whole(bench, tmp_path, capsys):
-    threads = torch.get_num_threads()
     figures = tmp_path / "figures.json"
     assert bench.main(["--episodes", "32", "8", "--turns", "2", "--repeats", "1", "--json", str(figures)]) == 0
-    torch.set_num_threads(threads)
     small, large = json.loads(figures.read_text())["sizes"]
     expected = {*bench.PARTS.values(), "monitor", "curriculum", "tracker"}
     assert set(small["parts"]) == set(large["parts"]) == expected
