@@ -94,7 +94,8 @@ class EpisodeRequest:
 
 @dataclass
 class Episode:
-    """A finished episode. ``response_mask`` is 1 where the policy sampled the token, 0 on observations and frames."""
+    """A finished episode. ``response_mask`` is 1 where the policy sampled the token, 0 on observations and frames;
+    ``message_str`` is all of it as text, prompt and special tokens too."""
 
     uid: str
     sample_index: int
@@ -110,6 +111,7 @@ class Episode:
     finish: FinishReason = "error"
     error: str = ""
     version: int = -1
+    message_str: str = ""
 
     @property
     def search_depth(self) -> int:

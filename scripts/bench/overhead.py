@@ -155,6 +155,7 @@ class Player:
     """Makes episodes: searches with pages of the demo's encyclopaedia, and an answer that is right every third time."""
 
     def __init__(self, tokenizer: Any, turns: int, seed: int = 1) -> None:
+        self._tokenizer = tokenizer
         self._rng, self._turns = random.Random(seed), turns
         pages = [json.loads(line) for line in (ROOT / "data/demo/corpus.jsonl").read_text("utf-8").splitlines()]
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
@@ -205,6 +206,7 @@ class Player:
             turns=turns,
             finish="answer",
             version=0,
+            message_str=self._tokenizer.decode(request.prompt_ids + ids, skip_special_tokens=False),
         )
 
 

@@ -118,6 +118,9 @@ class LLMGenerationManager:
             episode.error = f"Turn {len(episode.turns)} failed: {type(error).__name__}: {error}"
         finally:  # also when cancelled
             self._handler.release(episode_id)
+        episode.message_str = self._tokenizer.decode(
+            episode.prompt_ids + episode.response_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return episode
 
     async def _play(

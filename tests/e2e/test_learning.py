@@ -40,7 +40,9 @@ def test_reward_and_search_depth_rise(start, engine):
     assert steps[-1]["val/search_depth/mean"] > 1.2
 
     # What must hold at every step of a healthy run.
-    assert max(row["training/rollout_probs_diff_max"] for row in steps) < 1e-4
+    # Float32's rounding: 5e-7 on average, up to 1.4e-4 at the most sensitive of some 200,000 tokens.
+    assert max(row["training/rollout_probs_diff_mean"] for row in steps) < 2e-6
+    assert max(row["training/rollout_probs_diff_max"] for row in steps) < 5e-4
     assert max(row["stability/skipped_steps"] for row in steps) == 0
     assert max(row["episodes/finish/error"] for row in steps) == 0
     assert fmean(row["perf/overhead_share"] for row in steps) < 0.15

@@ -75,7 +75,7 @@ def assemble(episodes: Sequence[Episode], pad_id: int) -> DataProto:
         if episode.finish == "error":
             continue
         sampled = len(episode.response_ids)
-        mask[row, :sampled] = episode.response_mask
+        mask[row, :sampled] = np.frombuffer(bytes(episode.response_mask), dtype=np.uint8)
         logprobs[row, :sampled] = episode.rollout_logprobs
         for number, turn in enumerate(episode.turns):
             turn_index[row, slice(*turn.span)] = number
@@ -128,12 +128,11 @@ def episode_rows(
     names = ("advantages", "token_level_scores", "old_log_probs", "response_mask")
     # As arrays: a look into one costs a tenth of a tensor's, and there are several a turn.
     arrays = {name: tensors[name].numpy() for name in names if name in tensors.keys()} if tensors is not None else {}
-    texts = _decode_all(tokenizer, [episode.prompt_ids + episode.response_ids for episode in episodes])
     for place, episode in enumerate(episodes):
         row = {
             "idx": episode.index,
             "question": episode.question,
-            "message_str": texts[place],
+            "message_str": episode.message_str,
             "ground_truths": episode.ground_truths,
             "data_source": episode.data_source,
             "answer": episode.answer,
@@ -160,13 +159,6 @@ def episode_rows(
             for turn, span in zip(row["turns"], spans, strict=True):
                 turn["tokens"] = _token_row(episode, place, span, arrays, text_of)
     return rows
-
-
-def _decode_all(tokenizer: Any, rows: Sequence[list[int]]) -> list[str]:
-    """What ``tokenizer.decode`` gives for each, special tokens kept; by the library's own threads where it can."""
-    if getattr(tokenizer, "is_fast", False) and not tokenizer.clean_up_tokenization_spaces:
-        return tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=False)
-    return [tokenizer.decode(row, skip_special_tokens=False) for row in rows]
 
 
 def _turn_row(turn: Turn) -> dict[str, Any]:

@@ -128,6 +128,8 @@ def test_an_episode_token_by_token(tokenizer):
     start = len(first) + len(frame)
     assert (search.span, answer.span) == ((0, len(first)), (start, start + len(second)))
     assert stage.handler.calls == [ToolCall("web_search", {"query": ["film x"]})]
+    assert episode.message_str == tokenizer.decode(episode.prompt_ids + episode.response_ids)
+    assert OBSERVATION in episode.message_str and episode.message_str.startswith("<|im_start|>")
 
 
 def test_calls_carry_an_id_of_their_episode_alone_and_its_question_and_it_is_released(tokenizer):
@@ -327,6 +329,7 @@ def test_one_failure_is_one_episode(tokenizer):
     assert [episode.finish for episode in (a, b, c)] == ["error", "answer", "error"]
     assert a.error == "Turn 1 failed: RuntimeError: out of memory" and "boom" in c.error and not b.error
     assert len(a.response_ids) == len(a.response_mask) and a.turns[0].observation
+    assert a.turns[0].observation in a.message_str, "what had been played is told"
     assert (stage.engine.alive_at_first_call, stage.engine.alive) == (3, 0)
 
 
