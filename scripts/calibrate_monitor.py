@@ -5,9 +5,10 @@
 Plays so many episodes of the run's own training questions, as the run's first step would (temperature, group size,
 tool turns, search). A figure of which little is bad (depth, diversity, information gain, deviation of rewards) gets its
 lower quartile as threshold, one of which much is bad its upper quartile: an alert then says that the mean of a whole
-step has fallen to where the worst quarter of the cold episodes was. Shares that are 0 or 1 in one episode (malformed,
-no answer) take the quartile over groups. Likelihood displacement and the gap between engine and trainer arise only in
-training and are left alone, and so is a figure whose quartile is no useful threshold; the table says why.
+step has fallen to where the worst quarter of the cold episodes was. Where three quarters are as good as can be, the
+worst value takes the quartile's place. Shares that are 0 or 1 in one episode (malformed, no answer) are taken over
+groups. Likelihood displacement and the gap between engine and trainer arise only in training and are left alone, and
+so is a figure that gives no useful threshold; the table says why.
 
 The file is used by ``monitor.thresholds_file=FILE``; the thresholds are printed as overrides, too.
 """
@@ -58,16 +59,23 @@ def cold_values(episodes: Sequence[Episode], rewards: Sequence[float]) -> dict[s
 
 
 def threshold(key: str, values: Sequence[float]) -> tuple[float | None, str]:
-    """The quartile on the bad side, rounded to four digits; None, and why, where it would be of no use."""
+    """(a threshold rounded to four digits, or None where none would be of use; what there is to say about it)
+
+    The quartile on the bad side. Where that is as good as a value can be, any step would alert, so the worst value
+    takes its place; where it is as bad as a value can be, no step ever would.
+    """
     if len(values) < LEAST:
         return None, f"only {len(values)} values"
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    bound = round(low if key.startswith("min_") else high, 4)
-    if key.startswith("min_"):
-        return (bound, "") if bound > 0 else (None, "a quarter is at 0, and nothing is lower")
-    if bound <= 0:
-        return None, "three quarters are at 0, so any would alert"
-    return (bound, "") if bound < 1 else (None, "a quarter is at 1, and nothing is higher")
+    bound, best, worst = (low, max(values), min(values)) if key.startswith("min_") else (high, 0.0, max(values))
+    note = ""
+    if bound == best:
+        bound, note = worst, "the worst value: three quarters are at the best"
+    if bound == best:
+        return None, "all are at the best, so any other would alert"
+    if bound == (0.0 if key.startswith("min_") else 1.0):
+        return None, f"{'the worst' if note else 'a quarter'} is at {bound:g}, and nothing is worse"
+    return round(bound, 4), note
 
 
 def requests_for(config: Config, count: int, tokenizer: object) -> list[EpisodeRequest]:
@@ -136,7 +144,7 @@ def report(values: Mapping[str, Sequence[float]], console: Console) -> dict[str,
     table = Table(title="the cold policy")
     for name in ("monitor.*", "values", "mean", "threshold"):
         table.add_column(name, no_wrap=True)
-    table.add_column("left out, because")
+    table.add_column("remark")
     found = {}
     for key in THRESHOLDS:
         if key not in values:

@@ -44,7 +44,11 @@ def test_values_are_of_episodes_or_of_groups_and_failed_ones_count_nowhere():
         ("min_depth", list(range(9)), 2.0, ""),  # the lower quartile
         ("max_repeated_ngrams", [k / 10 for k in range(9)], 0.6, ""),  # the upper one
         ("min_depth", [0.0] * 3 + [1.0] * 6, None, "a quarter is at 0"),
-        ("max_malformed_share", [0.0] * 8 + [1.0], None, "three quarters are at 0"),
+        ("max_malformed_share", [0.0] * 8 + [1.0], None, "the worst is at 1"),
+        ("max_malformed_share", [0.0] * 8 + [0.5], 0.5, "the worst value: three quarters are at the best"),
+        ("max_malformed_share", [0.0] * 9, None, "all are at the best"),
+        ("min_diversity", [0.25] + [1.0] * 8, 0.25, "the worst value: three quarters are at the best"),
+        ("min_diversity", [0.0] + [1.0] * 8, None, "the worst is at 0"),
         ("max_malformed_share", [1.0] * 9, None, "a quarter is at 1"),
         ("min_depth", [1.0] * 7, None, "only 7 values"),
     ],
