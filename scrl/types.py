@@ -1,5 +1,6 @@
 """The records an episode is made of. Plain dataclasses: no torch, no ray, cheap to send anywhere."""
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,7 +96,8 @@ class EpisodeRequest:
 @dataclass
 class Episode:
     """A finished episode. ``response_mask`` is 1 where the policy sampled the token, 0 on observations and frames;
-    ``message_str`` is all of it as text, prompt and special tokens too."""
+    ``message_str`` is all of it as text, prompt and special tokens too. What there is of each token is an array, not a
+    list: a step has millions of them, which travel between processes and become tensors."""
 
     uid: str
     sample_index: int
@@ -104,9 +106,9 @@ class Episode:
     ground_truths: list[str]
     data_source: str
     prompt_ids: list[int]
-    response_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    rollout_logprobs: list[float] = field(default_factory=list)
+    response_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    response_mask: "array[int]" = field(default_factory=lambda: array("b"))
+    rollout_logprobs: "array[float]" = field(default_factory=lambda: array("d"))
     turns: list[Turn] = field(default_factory=list)
     finish: FinishReason = "error"
     error: str = ""

@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -174,15 +175,14 @@ class Player:
             self._searches.append((think, queries, observation, len(ids), said, framed))
 
     def play(self, request: EpisodeRequest) -> Episode:
-        ids: list[int] = []
-        mask: list[int] = []
+        ids, mask = array("i"), array("b")
         turns: list[Turn] = []
         for number in range(self._turns):
             think, queries, observation, length, said, framed = self._rng.choice(self._searches)
             span = (len(ids), len(ids) + len(said))
             observed = framed[number == self._turns - 1]
-            ids += said + observed
-            mask += [1] * len(said) + [0] * len(observed)
+            ids.extend(said + observed)
+            mask.extend([1] * len(said) + [0] * len(observed))
             call = ToolCall("web_search", {"query": list(queries)})
             more = {"observation": observation, "observation_tokens": length, "span": span, "version": 0}
             turns.append(Turn("tool_call", think=think, tool_call=call, queries=list(queries), **more))
@@ -190,8 +190,8 @@ class Player:
         said = [*self._encode(f"Now I know.</think><answer>{answer}</answer>"), self._end]
         span = (len(ids), len(ids) + len(said))
         turns.append(Turn("answer", think="Now I know.", answer=answer, span=span, version=0))
-        ids += said
-        mask += [1] * len(said)
+        ids.extend(said)
+        mask.extend([1] * len(said))
         return Episode(
             uid=request.uid,
             sample_index=request.sample_index,
@@ -202,11 +202,11 @@ class Player:
             prompt_ids=request.prompt_ids,
             response_ids=ids,
             response_mask=mask,
-            rollout_logprobs=[self._rng.uniform(-1, 0) if sampled else 0.0 for sampled in mask],
+            rollout_logprobs=array("d", [self._rng.uniform(-1, 0) if sampled else 0.0 for sampled in mask]),
             turns=turns,
             finish="answer",
             version=0,
-            message_str=self._tokenizer.decode(request.prompt_ids + ids, skip_special_tokens=False),
+            message_str=self._tokenizer.decode([*request.prompt_ids, *ids], skip_special_tokens=False),
         )
 
 

@@ -119,7 +119,7 @@ class LLMGenerationManager:
         finally:  # also when cancelled
             self._handler.release(episode_id)
         episode.message_str = self._tokenizer.decode(
-            episode.prompt_ids + episode.response_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            [*episode.prompt_ids, *episode.response_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return episode
 
@@ -179,7 +179,7 @@ class LLMGenerationManager:
             on_token=None if listener is None else listener.token,
         )
         started = time.perf_counter()
-        completion = await self._engine.generate(episode.prompt_ids + episode.response_ids, params)
+        completion = await self._engine.generate([*episode.prompt_ids, *episode.response_ids], params)
         generate_s = time.perf_counter() - started
         assert len(completion.token_ids) == len(completion.logprobs) <= budget, "the engine broke its contract"
         spoken = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids

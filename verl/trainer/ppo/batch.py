@@ -75,7 +75,7 @@ def assemble(episodes: Sequence[Episode], pad_id: int) -> DataProto:
         if episode.finish == "error":
             continue
         sampled = len(episode.response_ids)
-        mask[row, :sampled] = np.frombuffer(bytes(episode.response_mask), dtype=np.uint8)
+        mask[row, :sampled] = episode.response_mask
         logprobs[row, :sampled] = episode.rollout_logprobs
         for number, turn in enumerate(episode.turns):
             turn_index[row, slice(*turn.span)] = number

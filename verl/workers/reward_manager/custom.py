@@ -14,6 +14,7 @@ import logging
 import math
 import sys
 import traceback
+from array import array
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from numbers import Real
@@ -149,7 +150,6 @@ def example_episode() -> Episode:
         Turn("tool_call", tool_call=call, queries=call.arguments["query"], observation=found, span=(0, 1)),
         Turn("answer", answer="Paris", span=(2, 3)),
     ]
-    mask = [1, 0, 1]
     return Episode(
         uid="0-0",
         sample_index=0,
@@ -158,9 +158,9 @@ def example_episode() -> Episode:
         ground_truths=["Paris"],
         data_source="example",
         prompt_ids=[0],
-        response_ids=[0] * len(mask),
-        response_mask=mask,
-        rollout_logprobs=[0.0] * len(mask),
+        response_ids=array("i", [0, 0, 0]),
+        response_mask=array("b", [1, 0, 1]),
+        rollout_logprobs=array("d", [0.0, 0.0, 0.0]),
         turns=turns,
         finish="answer",
     )

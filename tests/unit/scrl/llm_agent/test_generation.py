@@ -116,10 +116,10 @@ def test_an_episode_token_by_token(tokenizer):
     episode = stage.play()
     first, second = stage.sampled(SEARCH), stage.sampled(ANSWER)
     frame = stage.encode(FRAME_BEFORE) + stage.encode(OBSERVATION) + stage.encode(FRAME_AFTER)
-    assert episode.response_ids == first + frame + second
-    assert episode.response_mask == [1] * len(first) + [0] * len(frame) + [1] * len(second)
+    assert list(episode.response_ids) == first + frame + second
+    assert list(episode.response_mask) == [1] * len(first) + [0] * len(frame) + [1] * len(second)
     played = [[-0.5 - i for i in range(len(turn))] for turn in (first, second)]
-    assert episode.rollout_logprobs == played[0] + [0.0] * len(frame) + played[1]
+    assert list(episode.rollout_logprobs) == played[0] + [0.0] * len(frame) + played[1]
     assert (episode.finish, episode.answer, episode.search_depth, episode.version) == ("answer", "Paris", 1, 7)
     search, answer = episode.turns
     assert (search.kind, search.queries, search.think) == ("tool_call", ["film x"], "need it")
@@ -128,7 +128,7 @@ def test_an_episode_token_by_token(tokenizer):
     start = len(first) + len(frame)
     assert (search.span, answer.span) == ((0, len(first)), (start, start + len(second)))
     assert stage.handler.calls == [ToolCall("web_search", {"query": ["film x"]})]
-    assert episode.message_str == tokenizer.decode(episode.prompt_ids + episode.response_ids)
+    assert episode.message_str == tokenizer.decode([*episode.prompt_ids, *episode.response_ids])
     assert OBSERVATION in episode.message_str and episode.message_str.startswith("<|im_start|>")
 
 
@@ -149,8 +149,8 @@ def test_the_engine_sees_what_was_sampled_never_a_new_encoding(tokenizer):
     stage = Stage(tokenizer, [[*ids, tokenizer.eos_token_id], ANSWER], [RESULTS])
     assert stage.sampled(SEARCH) != [*ids, tokenizer.eos_token_id]
     episode = stage.play()
-    assert episode.response_ids[: len(ids) + 1] == [*ids, tokenizer.eos_token_id]
-    assert stage.engine.calls[1][0] == episode.prompt_ids + episode.response_ids[: episode.turns[1].span[0]]
+    assert list(episode.response_ids[: len(ids) + 1]) == [*ids, tokenizer.eos_token_id]
+    assert stage.engine.calls[1][0] == [*episode.prompt_ids, *episode.response_ids[: episode.turns[1].span[0]]]
     sampled = [i for i, m in zip(episode.response_ids, episode.response_mask, strict=True) if m]
     assert sampled == [i for turn in stage.engine.script["u"] for i in turn]
 
@@ -188,7 +188,8 @@ def test_another_stop_token_ends_the_turn_and_the_frame_closes_it(tokenizer):
     stage.manager._stop_ids = (tokenizer_end, other)
     stage.engine.script["u"][0] = [*stage.encode(SEARCH), other]
     episode = stage.play()
-    assert episode.response_ids[len(stage.encode(SEARCH)) :][:3] == [other, tokenizer_end, stage.encode("\n")[0]]
+    after = episode.response_ids[len(stage.encode(SEARCH)) :]
+    assert list(after[:3]) == [other, tokenizer_end, stage.encode("\n")[0]]
     assert episode.turns[0].text == "<think>" + SEARCH
 
 
@@ -217,7 +218,7 @@ def test_a_turn_cut_by_its_limit_counts_when_its_action_is_complete(tokenizer, t
     stage.engine.script["u"] = [ids]
     stage.manager._settings = replace(SETTINGS, max_turn_tokens=len(ids))
     episode = stage.play()
-    assert (episode.finish, episode.answer, episode.response_ids) == (finish, answer, ids)
+    assert (episode.finish, episode.answer, list(episode.response_ids)) == (finish, answer, ids)
 
 
 def test_a_cut_tool_call_gets_its_end_of_turn_from_the_frame(tokenizer):

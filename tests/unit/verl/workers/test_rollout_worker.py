@@ -102,7 +102,7 @@ def test_an_episode_is_searched_answered_and_scored_as_a_full_forward_would(conf
     results = json.loads(episode.turns[0].observation)[0]["results"]
     assert results[0] == {"title": "Film X", "text": "Film X was made by Ann."}
     model = Qwen2ForCausalLM.from_pretrained(config.actor_rollout_ref.model.path)
-    ids = torch.tensor([episode.prompt_ids + episode.response_ids])
+    ids = torch.tensor([[*episode.prompt_ids, *episode.response_ids]])
     with torch.no_grad():
         logprobs = model(ids).logits[0, len(episode.prompt_ids) - 1 : -1].log_softmax(-1)
     logprobs = logprobs.gather(1, torch.tensor(episode.response_ids)[:, None]).squeeze(1)
