@@ -128,6 +128,10 @@ def episode_rows(
     names = ("advantages", "token_level_scores", "old_log_probs", "response_mask")
     # As arrays: a look into one costs a tenth of a tensor's, and there are several a turn.
     arrays = {name: tensors[name].numpy() for name in names if name in tensors.keys()} if tensors is not None else {}
+    rewards = {
+        name: (values if values.dtype == object else values.astype(float).round(6)).tolist()
+        for name, values in info.items()
+    }
     for place, episode in enumerate(episodes):
         row = {
             "idx": episode.index,
@@ -142,10 +146,7 @@ def episode_rows(
             "sample_index": episode.sample_index,
             "search_depth": episode.search_depth,
             "turns": [_turn_row(turn) for turn in episode.turns],
-            "reward": {
-                name: values[place] if values.dtype == object else round(float(values[place]), 6)
-                for name, values in info.items()
-            },
+            "reward": {name: values[place] for name, values in rewards.items()},
         }
         rows.append(row)
         if not arrays:

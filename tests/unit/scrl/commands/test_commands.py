@@ -68,7 +68,7 @@ def test_search_shows_the_page_and_browse_its_text(capsys: pytest.CaptureFixture
         (["ask", "x", "--adapter", "no/such/run"], "--adapter=no/such/run: there is no such folder"),
         (
             ["serve", "--port", "0", "--model", "data/demo/policy", "search.mode=http"]
-            + ["search.server_url=http://127.0.0.1:9"],
+            + ["search.server_url=http://127.0.0.1:9", "search.timeout_s=2"],
             "search.server_url=http://127.0.0.1:9",
         ),
         (["ask"], "there is no question"),
@@ -78,7 +78,8 @@ def test_search_shows_the_page_and_browse_its_text(capsys: pytest.CaptureFixture
         (["ask", "x", "--model", "data/demo/policy", "max_trns=3"], "did you mean max_turns?"),
         (["ask", "word " * 2000, "--model", "data/demo/policy"], "the question is too long"),
         (
-            ["ask", "x", "--model", "data/demo/policy", "search.mode=http", "search.server_url=http://127.0.0.1:9"],
+            ["ask", "x", "--model", "data/demo/policy", "search.mode=http", "search.server_url=http://127.0.0.1:9"]
+            + ["search.timeout_s=2"],
             "search.server_url=http://127.0.0.1:9",
         ),
     ],
