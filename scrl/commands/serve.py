@@ -87,10 +87,14 @@ class QueueListener:
 
 def create_app(agent: Agent, temperature: float = 0.0) -> Any:
     """The endpoint over ``agent``, which it opens at its start and closes at its end."""
-    from fastapi import FastAPI, Request
+    from fastapi import FastAPI, Request, Response
     from fastapi.responses import StreamingResponse
 
-    from scrl.handler.http_service import json_error, json_response, make_app
+    from scrl.handler.http_service import json_response, make_app
+
+    def tell(status: int, sentence: str) -> Response:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return json_response({"error": {"message": sentence, "type": kind}}, status)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -98,7 +102,7 @@ def create_app(agent: Agent, temperature: float = 0.0) -> Any:
         yield
         agent.close()
 
-    app = make_app("chat endpoint", lifespan)
+    app = make_app("chat endpoint", lifespan, tell=tell)
     at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def answer(question: str, listener: QueueListener, warmth: float) -> Episode:
@@ -118,14 +122,14 @@ def create_app(agent: Agent, temperature: float = 0.0) -> Any:
         try:
             agent.encode(question)
         except ValueError as error:
-            return json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, 400)
+            return tell(400, str(error))
         listener = QueueListener(agent.tokenizer)
         warmth = temperature if request.temperature is None else request.temperature
         episode = asyncio.ensure_future(answer(question, listener, warmth))
         if request.stream:
             return StreamingResponse(_events(episode, listener), media_type="text/event-stream")
         if not await _finishes(episode, connection):
-            return json_error(499, "the client went away")
+            return tell(499, "the client went away")
         finished = await episode
         reasoning = "".join([piece async for piece in _pieces(listener)])
         message = {"role": "assistant", "content": _content(finished), "reasoning_content": reasoning}

@@ -35,25 +35,28 @@ def json_error(status: int, sentence: str) -> Response:
 
 
 def make_app(
-    title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], max_body_bytes: int = MAX_BODY_BYTES
+    title: str,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
+    max_body_bytes: int = MAX_BODY_BYTES,
+    tell: Callable[[int, str], Response] = json_error,
 ) -> FastAPI:
-    """An app that asks for the token (where one is set), limits requests, and tells every error as ``{"error"}``."""
+    """An app that asks for the token (where one is set), limits requests, and tells every error by ``tell``."""
     app = FastAPI(title=title, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, token=service_token(), max_body_bytes=max_body_bytes)
+    app.add_middleware(Guard, token=service_token(), max_body_bytes=max_body_bytes, tell=tell)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
-        return json_error(error.status_code, str(error.detail))
+        return tell(error.status_code, str(error.detail))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"][1:])) or "body"
-        return json_error(400, f"{where}: {first['msg']}")
+        return tell(400, f"{where}: {first['msg']}")
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:  # the server logs its traceback
-        return json_error(500, f"internal error: {type(error).__name__}")
+        return tell(500, f"internal error: {type(error).__name__}")
 
     return app
 
@@ -61,8 +64,8 @@ def make_app(
 class Guard:
     """ASGI middleware: 401 without the token, 413 for a body that is too large, before any of it is parsed."""
 
-    def __init__(self, app: ASGIApp, token: str, max_body_bytes: int) -> None:
-        self._app, self._token, self._limit = app, token.encode(), max_body_bytes
+    def __init__(self, app: ASGIApp, token: str, max_body_bytes: int, tell: Callable[[int, str], Response]) -> None:
+        self._app, self._token, self._limit, self._tell = app, token.encode(), max_body_bytes, tell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,12 +74,12 @@ class Guard:
         headers = dict(scope["headers"])
         if not self._knows(headers.get(b"authorization", b"")):
             sentence = f"the token is missing or wrong; send the server's {TOKEN_VARIABLE} as a bearer token"
-            await json_error(401, sentence)(scope, receive, send)
+            await self._tell(401, sentence)(scope, receive, send)
             return
         too_large = f"the request is larger than {self._limit} bytes; send fewer items at once"
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._limit:
-            await json_error(413, too_large)(scope, receive, send)
+            await self._tell(413, too_large)(scope, receive, send)
             return
         read = 0
 

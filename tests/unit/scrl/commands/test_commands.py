@@ -144,6 +144,14 @@ def test_chat_endpoint_streams_thoughts_and_answers_as_openai_does(agent: Agent)
         assert client.get("/v1/models").json()["data"][0]["id"] == "miniresearcher"
         refused = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "w " * 4000}]})
         assert refused.status_code == 400 and "too long" in refused.json()["error"]["message"]
+        for path, body, status in [
+            ("chat/completions", "{", 400),
+            ("chat/completions", "{}", 400),
+            ("other", "{}", 404),
+        ]:
+            refused = client.post(f"/v1/{path}", content=body, headers={"content-type": "application/json"})
+            told = refused.json()["error"]
+            assert refused.status_code == status and told["message"] and told["type"] == "invalid_request_error"
 
 
 def test_an_episode_is_saved_as_rollout_files_are(agent: Agent, tmp_path: Path, monkeypatch) -> None:
