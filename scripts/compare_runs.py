@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import matplotlib
@@ -111,6 +112,7 @@ def best_arm(arms: Sequence[Arm], prefix: str, metric: str, window: int) -> str:
 
 def draw(arms: Sequence[Arm], metrics: Sequence[str], title: str) -> plt.Figure:
     """A panel a metric: every run faintly, each arm's mean strongly."""
+    looks = list(product(("-", "--", ":", "-."), COLOURS)) * len(arms)
     columns = min(4, len(metrics))
     rows = -(-len(metrics) // columns)
     with plt.rc_context(
@@ -124,19 +126,22 @@ def draw(arms: Sequence[Arm], metrics: Sequence[str], title: str) -> plt.Figure:
         for metric, axes in zip(metrics, grid.flat, strict=False):
             axes.set_title(metric, loc="left", fontsize=10, fontweight="bold")
             axes.grid(axis="y", color="#eceef1")
-            for arm, colour in zip(arms, COLOURS * len(arms), strict=False):
-                _draw_arm(axes, arm, metric, colour)
+            for arm, (style, colour) in zip(arms, looks, strict=False):
+                _draw_arm(axes, arm, metric, colour, style)
             positive = np.concatenate([line.get_ydata() for line in axes.lines] or [np.zeros(0)])
             if len(positive) and positive.min() > 0 and positive.max() > 100 * positive.min():
                 axes.set_yscale("log")
             axes.set_xlabel("step", color=FAINT)
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-        handles = [plt.Line2D([], [], color=c, lw=2.5, label=a.name) for a, c in zip(arms, COLOURS * 9, strict=False)]
+        handles = [
+            plt.Line2D([], [], color=colour, ls=style, lw=2.5, label=arm.name)
+            for arm, (style, colour) in zip(arms, looks, strict=False)
+        ]
         figure.legend(handles=handles, loc="outside upper right", ncols=8, frameon=False)
     return figure
 
 
-def _draw_arm(axes: plt.Axes, arm: Arm, metric: str, colour: str) -> None:
+def _draw_arm(axes: plt.Axes, arm: Arm, metric: str, colour: str, style: str) -> None:
     by_step: dict[float, list[float]] = {}
     for run in arm.runs:
         steps, values = run.series(metric)
@@ -147,7 +152,7 @@ def _draw_arm(axes: plt.Axes, arm: Arm, metric: str, colour: str) -> None:
         steps = np.array(sorted(by_step))
         means = np.array([np.mean(by_step[step]) for step in steps])
         marker = "o" if len(means) == 1 else None
-        axes.plot(steps, smooth(means) if len(means) >= 24 else means, color=colour, lw=2, marker=marker)
+        axes.plot(steps, smooth(means) if len(means) >= 24 else means, color=colour, ls=style, lw=2, marker=marker)
 
 
 def write_logs(arms: Sequence[Arm], metrics: Sequence[str], folder: Path) -> None:
