@@ -234,7 +234,8 @@ def _odd(config: Config) -> Iterator[str]:
         if algorithm.adv_estimator in EPISODE_ESTIMATORS:
             yield (
                 f"reward_model.use_pbrs=true has no effect with algorithm.adv_estimator={algorithm.adv_estimator}: "
-                "closed shaping sums to the same in a whole group; algorithm.adv_estimator=grpo_turn sees it"
+                "closed shaping sums to the same in a whole group; algorithm.adv_estimator=grpo_turn sees it, and "
+                "reward_model.pbrs.terminal=carry leaves it open"
             )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
