@@ -15,9 +15,11 @@ def two_nodes(monkeypatch) -> Iterator[str]:
     """The address of a cluster in which no node has room for two ranks."""
     folder = tempfile.mkdtemp(prefix="r")  # short, for Ray's sockets; its own, so that no other run finds this Ray
     monkeypatch.setenv("RAY_TMPDIR", folder)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
+    with monkeypatch.context() as without_token:  # tests before this one may have asked for tokens
+        without_token.setenv("RAY_AUTH_MODE", "disabled")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         cluster.add_node(num_cpus=1)
+    try:
         cluster.wait_for_nodes(timeout=120)
         yield cluster.address
     finally:
@@ -34,7 +36,7 @@ def test_two_nodes_train_as_one(start, tmp_path, two_nodes):
         "trainer.nnodes=2",
         "actor_rollout_ref.rollout.num_workers=2",
         folder=tmp_path / "two",
-        environment={"RAY_ADDRESS": two_nodes, "RAY_AUTH_MODE": "disabled"},  # this cluster has no token
+        environment={"RAY_ADDRESS": two_nodes, "RAY_AUTH_MODE": "disabled"},
     )
     assert two.finish(400) == 0, two.text
     assert f"using the Ray that runs at {two_nodes}" in two.text
