@@ -67,15 +67,15 @@ def threshold(key: str, values: Sequence[float]) -> tuple[float | None, str]:
     if len(values) < LEAST:
         return None, f"only {len(values)} values"
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    bound, best, worst = (low, max(values), min(values)) if key.startswith("min_") else (high, 0.0, max(values))
-    note = ""
-    if bound == best:
-        bound, note = worst, "the worst value: three quarters are at the best"
-    if bound == best:
-        return None, "all are at the best, so any other would alert"
-    if bound == (0.0 if key.startswith("min_") else 1.0):
-        return None, f"{'the worst' if note else 'a quarter'} is at {bound:g}, and nothing is worse"
-    return round(bound, 4), note
+    figures = (low, min(values), max(values), 0.0) if key.startswith("min_") else (high, max(values), 0.0, 1.0)
+    quartile, worst, best, limit = (round(figure, 4) for figure in figures)
+    tried = ((quartile, "a quarter", ""), (worst, "the worst", "the worst value: three quarters are at the best"))
+    for bound, what, note in tried:
+        if bound == limit:
+            return None, f"{what} is at {bound:g}, and nothing is worse"
+        if bound != best:
+            return bound, note
+    return None, "all are at the best, so any other would alert"
 
 
 def requests_for(config: Config, count: int, tokenizer: object) -> list[EpisodeRequest]:

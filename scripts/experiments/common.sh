@@ -27,6 +27,11 @@ case " ${overrides[*]} " in *"profile=cpu_demo "*) scale=demo jobs="${JOBS:-2}" 
 demo=(data.train_batch_size=3 actor_rollout_ref.actor.ppo_mini_batch_size=3 agent_grpo.n=4 trainer.val_before_train=false
     trainer.test_freq=0 trainer.save_freq=40 trainer.max_ckpt_to_keep=1 data.val_max_samples=100)
 
+# The first MiniResearcher's estimator, unguarded: a group of equal rewards -1 gives advantages of -1,000,000.
+raw=(stability.clamp_advantages=null stability.clamp_logits=null stability.nan_to_num=false
+    stability.skip_nonfinite_grad=false actor_rollout_ref.actor.optim.eps=1e-8 actor_rollout_ref.actor.grad_clip=1e12
+    algorithm.adv_estimator=std_only reward_model.early_stop_penalty=-1.0)
+
 trap 'trap - INT TERM; kill -TERM $(jobs -rp) 2>/dev/null; wait; exit 130' INT TERM
 
 wait_for_one() { # a run's failure is told at once and doesn't stop the others
@@ -71,5 +76,6 @@ wait_for_all() {
 # finish ARGUMENTS...: wait for all runs, then the table (arguments of compare_runs.py).
 finish() {
     wait_for_all
+    [ -d "$root/outputs/$experiment" ] || return 0 # ARMS asked for none of it
     python "$root/scripts/compare_runs.py" "$root/outputs/$experiment" "$@"
 }

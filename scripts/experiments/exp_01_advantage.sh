@@ -11,15 +11,12 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 metrics=(critic/advantages/min critic/advantages/max actor/pg_loss actor/grad_norm reward/f1 behavior/search_depth
     critic/score/mean stability/advantages_clamped stability/skipped_steps adv/zero_variance_groups actor/entropy)
-off=(stability.clamp_advantages=null stability.clamp_logits=null stability.nan_to_num=false
-    stability.skip_nonfinite_grad=false actor_rollout_ref.actor.optim.eps=1e-8 actor_rollout_ref.actor.grad_clip=1e12
-    algorithm.adv_estimator=std_only reward_model.early_stop_penalty=-1.0)
-arm raw 10 "${off[@]}"
-arm raw+clamp 10 "${off[@]}" stability.clamp_advantages=1e4
-arm raw+eps 10 "${off[@]}" actor_rollout_ref.actor.optim.eps=1e-4
-arm raw+clip 10 "${off[@]}" actor_rollout_ref.actor.grad_clip=1.0
-arm raw+skip 10 "${off[@]}" stability.skip_nonfinite_grad=true
-arm raw+grpo 10 "${off[@]}" algorithm.adv_estimator=grpo
+arm raw 10 "${raw[@]}"
+arm raw+clamp 10 "${raw[@]}" stability.clamp_advantages=1e4
+arm raw+eps 10 "${raw[@]}" actor_rollout_ref.actor.optim.eps=1e-4
+arm raw+clip 10 "${raw[@]}" actor_rollout_ref.actor.grad_clip=1.0
+arm raw+skip 10 "${raw[@]}" stability.skip_nonfinite_grad=true
+arm raw+grpo 10 "${raw[@]}" algorithm.adv_estimator=grpo
 finish --steps 1 4 8 10 --metrics "${metrics[@]}"
 
 experiment=exp_01_estimators

@@ -16,11 +16,8 @@ if [ ! -e "$thresholds" ]; then
 fi
 if [ "$scale" = demo ]; then high=3e-2; else high=3e-4; fi
 watched=(monitor.thresholds_file="$thresholds")
-off=(stability.clamp_advantages=null stability.clamp_logits=null stability.nan_to_num=false
-    stability.skip_nonfinite_grad=false actor_rollout_ref.actor.optim.eps=1e-8 actor_rollout_ref.actor.grad_clip=1e12
-    algorithm.adv_estimator=std_only reward_model.early_stop_penalty=-1.0)
 arm 5a 20 "${watched[@]}"
 arm 5b 20 "${watched[@]}" actor_rollout_ref.actor.optim.lr="$high"
-arm 5c 20 "${watched[@]}" "${off[@]}"
+arm 5c 20 "${watched[@]}" "${raw[@]}"
 arm 5d 20 "${watched[@]}" actor_rollout_ref.actor.optim.lr="$high" monitor.on_alert=rollback
 finish --steps 1 5 10 15 20 --window 5 --metrics alerts/total behavior/search_depth behavior/malformed_share reward/f1 actor/grad_norm actor/entropy

@@ -118,9 +118,7 @@ class LLMGenerationManager:
             episode.error = f"Turn {len(episode.turns)} failed: {type(error).__name__}: {error}"
         finally:  # also when cancelled
             self._handler.release(episode_id)
-        episode.message_str = self._tokenizer.decode(
-            [*episode.prompt_ids, *episode.response_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        episode.message_str = self._text([*episode.prompt_ids, *episode.response_ids])
         return episode
 
     async def _play(
@@ -183,10 +181,7 @@ class LLMGenerationManager:
         generate_s = time.perf_counter() - started
         assert len(completion.token_ids) == len(completion.logprobs) <= budget, "the engine broke its contract"
         spoken = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
-        # Special tokens stay in the text: here they are words like any other, and the record should show them.
-        text = prompts.FORCED_PREFIX + self._tokenizer.decode(
-            spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = prompts.FORCED_PREFIX + self._text(spoken)
         parsed = parse_turn(text)
         start = len(episode.response_ids)
         _append(episode, completion.token_ids, completion.logprobs, mask=1)
@@ -259,6 +254,10 @@ class LLMGenerationManager:
                 most = n - 1
             n = (least + most + 1) // 2
         return best
+
+    def _text(self, ids: list[int]) -> str:
+        """Special tokens stay: here they are words like any other, and the record should show them."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _room(self, episode: Episode) -> int:
         """Tokens that still fit."""

@@ -47,6 +47,8 @@ def test_values_are_of_episodes_or_of_groups_and_failed_ones_count_nowhere():
         ("max_malformed_share", [0.0] * 8 + [1.0], None, "the worst is at 1"),
         ("max_malformed_share", [0.0] * 8 + [0.5], 0.5, "the worst value: three quarters are at the best"),
         ("max_malformed_share", [0.0] * 9, None, "all are at the best"),
+        ("max_repeated_ngrams", [0.00001] * 9, None, "all are at the best"),  # it would be written as 0
+        ("min_depth", [0.0] * 9, None, "a quarter is at 0"),
         ("min_diversity", [0.25] + [1.0] * 8, 0.25, "the worst value: three quarters are at the best"),
         ("min_diversity", [0.0] + [1.0] * 8, None, "the worst is at 0"),
         ("max_malformed_share", [1.0] * 9, None, "a quarter is at 1"),
