@@ -28,6 +28,7 @@ demo=(data.train_batch_size=3 actor_rollout_ref.actor.ppo_mini_batch_size=3 agen
     trainer.test_freq=0 trainer.save_freq=40 trainer.max_ckpt_to_keep=1 data.val_max_samples=100)
 
 # The first MiniResearcher's estimator, unguarded: a group of equal rewards -1 gives advantages of -1,000,000.
+# shellcheck disable=SC2034  # for Exp-01 and Exp-05
 raw=(stability.clamp_advantages=null stability.clamp_logits=null stability.nan_to_num=false
     stability.skip_nonfinite_grad=false actor_rollout_ref.actor.optim.eps=1e-8 actor_rollout_ref.actor.grad_clip=1e12
     algorithm.adv_estimator=std_only reward_model.early_stop_penalty=-1.0)
