@@ -7,6 +7,7 @@
 #   3e  outcome only, grpo_turn: with grpo, closed shaping sums to 0 over an episode and is 3a, so this splits 3c
 #   3f  as 3c, discounted by 0.5 a turn: a turn earns mostly what it found itself (a lambda return with the potential as
 #       value; undiscounted, closed shaping is no more than a baseline)
+#   3g  open shaping, gamma 1, grpo: what profile=a100_80g takes
 # shellcheck source=scripts/experiments/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
@@ -18,4 +19,5 @@ arm 3c 129 reward_model.use_pbrs=true reward_model.pbrs.gamma=1.0 reward_model.p
 arm 3d 129 "${outcome[@]}" algorithm.adv_estimator=std_only
 arm 3e 129 "${outcome[@]}" algorithm.adv_estimator=grpo_turn
 arm 3f 129 reward_model.use_pbrs=true reward_model.pbrs.gamma=1.0 reward_model.pbrs.terminal=zero algorithm.adv_estimator=grpo_turn algorithm.gamma=0.5
+arm 3g 129 reward_model.use_pbrs=true reward_model.pbrs.gamma=1.0 reward_model.pbrs.terminal=carry algorithm.adv_estimator=grpo
 finish --steps 1 32 64 96 129 --metrics behavior/search_depth reward/f1 critic/score/mean actor/grad_norm actor/kl_loss actor/entropy adv/zero_variance_groups

@@ -6,7 +6,7 @@ processes, whatever its age; failures are written down, though never served. ``r
 what it has is served, its failures too, and anything else is an error, so that a run is repeated offline exactly.
 
 A search never fails because of its cache: a disk that fails while running is counted, logged, and left alone for a
-while, and searches go on without it. Only at the start does it raise.
+while, and searches go on without it; what was to be recorded waits for it in memory. Only at the start does it raise.
 """
 
 import logging
@@ -78,7 +78,12 @@ class SearchCache:
 
     def close(self) -> None:
         """Write what is unwritten, and close the file."""
+        self._off_until = 0.0  # the last chance for what waits
+        self._writer.submit(self._write_batch)
         self._writer.shutdown(wait=True)
+        if self._unwritten:
+            lost = f"THE RECORDING IS INCOMPLETE: it lacks {len(self._unwritten)} results"
+            logger.error("search cache %s could not be written to the end; %s", self._file.path, lost)
         if self._file is not None:
             self._file.close()
 
@@ -138,7 +143,10 @@ class SearchCache:
         if batch:
             first = self._mode == "record"
             expired = None if first else self._clock() - self._config.cache_ttl_s
-            self._guarded(lambda file: file.write(batch, keep_first=first, expired_before=expired))
+            written = self._guarded(lambda file: file.write(batch, keep_first=first, expired_before=expired))
+            if written is None and first:
+                with self._lock:
+                    self._unwritten[:0] = batch
             time.sleep(_PAUSE_S)
 
     def remember(self, entry: Entry, fuzzy_for: str = "") -> Outcome:
@@ -181,8 +189,6 @@ class SearchCache:
             with self._lock:
                 self._errors += 1
                 self._off_until = now + OFF_S
-            lost = "; THE RECORDING IS INCOMPLETE" if self._mode == "record" else ""
-            logger.warning(
-                "search cache %s failed (%s); searching without it for %g s%s", self._file.path, error, OFF_S, lost
-            )
+            what = "recording in memory" if self._mode == "record" else "searching without it"
+            logger.warning("search cache %s failed (%s); %s for %g s", self._file.path, error, what, OFF_S)
             return None

@@ -121,8 +121,8 @@ class CacheFile:
 
     def write(
         self, items: Sequence[Entry | Failure], *, keep_first: bool = False, expired_before: float | None = None
-    ) -> None:
-        """Write ``items`` in one transaction, entries in the place of older ones of their keys.
+    ) -> int:
+        """Write ``items`` in one transaction, entries in the place of older ones of their keys; how many they are.
 
         ``keep_first``: an entry that is there and serves as many results stays. Entries older than ``expired_before``
         go, two for each that is written, so that a file that is written for months keeps its size, and no write takes
@@ -137,6 +137,7 @@ class CacheFile:
                     self._write_entry(database, item, keep_first)
             if expired_before is not None:
                 _drop_expired(database, expired_before, 2 * len(items))
+        return len(items)
 
     def _write_entry(self, database: sqlite3.Connection, entry: Entry, keep_first: bool) -> None:
         blob = json.dumps(entry.rows, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
