@@ -37,7 +37,14 @@ from scrl.types import ToolCall  # noqa: E402
 # More results than one would train with: SearXNG's protocol has no count, whoever asks takes what they want. And an
 # answer, if only "too late", before a client with 30 s gives up.
 DEFAULTS = ("search_engine=duckduckgo", "topk=10", "port=8890", "timeout_s=25")
-_STATUS = {"bad_request": 400, "no_backend": 424, "rate_limited": 429, "timeout": 504, "internal": 500}
+_STATUS = {
+    "bad_request": 400,
+    "not_recorded": 404,
+    "no_backend": 424,
+    "rate_limited": 429,
+    "internal": 500,
+    "timeout": 504,
+}
 
 
 def create_app(config: HandlerConfig, handler: SearchHandler | None = None) -> FastAPI:

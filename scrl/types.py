@@ -27,7 +27,8 @@ class ToolResult:
     """What a tool gave back: one item a query or URL, each a list of ``{title, url, text}``.
 
     A failure is a value here, never an exception: ``ok`` is False, ``error`` is one sentence for people and
-    ``error_kind`` one of timeout, connection, bad_request, bad_reply, rate_limited, no_backend, internal.
+    ``error_kind`` one of timeout, connection, bad_request, bad_reply, rate_limited, no_backend, internal, and
+    not_recorded: a replay has nothing for it.
     """
 
     items: list[list[dict[str, str]]] = field(default_factory=list)

@@ -111,7 +111,7 @@ class SearchCache:
         with self._lock:
             self._misses += 1
         message = f"the recording has no results for {key[:200]!r}, and a replay searches nothing"
-        return Outcome(error_kind="no_backend", error=message)
+        return Outcome(error_kind="not_recorded", error=message)
 
     def settle(self, key: str, outcome: Outcome) -> Outcome:
         """Take in what a search came to; what to answer with. In ``record`` mode that is what was found first."""

@@ -239,7 +239,7 @@ def test_a_recorded_run_is_repeated_exactly_without_an_engine(tmp_path):
         assert [(r.items, r.ok, r.error_kind, r.error) for r in replayed] == [
             (r.items, r.ok, r.error_kind, r.error) for r in recorded
         ]
-        assert (missing.ok, missing.error_kind) == (False, "no_backend")
+        assert (missing.ok, missing.error_kind) == (False, "not_recorded")
         assert missing.error.startswith("the recording has no results for 'never asked'")
         assert metrics["search/replay_misses"] == 1 and metrics["search/searches"] == 0
 

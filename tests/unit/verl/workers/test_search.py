@@ -2,12 +2,17 @@
 
 import json
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import uvicorn
 
 from scrl.handler.client import HttpSearchHandler
 from scrl.handler.config import HandlerConfig
 from scrl.handler.handler import SearchHandler
+from scrl.handler.server_handler import create_app
 from scrl.types import ToolCall
 from verl.trainer.config.schema import Config, SearchConfig
 from verl.workers.search import _CHECK, open_search
@@ -37,7 +42,9 @@ async def test_an_engine_that_does_not_answer_is_said_at_the_start(monkeypatch):
         await open_search(config)
 
 
-async def test_what_a_cache_kept_does_not_answer_for_the_engine(monkeypatch, tmp_path):
+@pytest.fixture
+def earlier(monkeypatch, tmp_path):
+    """Makes the cache of an earlier run over a retriever that isn't there any more; its path."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/retrieve"
     monkeypatch.setenv("RETRIEVER_URL", url)
@@ -50,12 +57,20 @@ async def test_what_a_cache_kept_does_not_answer_for_the_engine(monkeypatch, tmp
 
         def close(self): ...
 
-    cache = str(tmp_path / "cache.sqlite")
-    with SearchHandler(HandlerConfig(cache_path=cache, search_engine=("retriever",)), Earlier()) as handler:
-        assert handler.handle([_CHECK])[0].ok
-    config = Config(search_engine=("retriever",), search=SearchConfig(timeout_s=1.0, cache_path=cache))
+    def run(query: str = _CHECK.arguments["query"][0], **values: str) -> str:
+        path = str(tmp_path / "cache.sqlite")
+        config = HandlerConfig(cache_path=path, search_engine=("retriever",), **values)
+        with SearchHandler(config, Earlier()) as handler:
+            assert handler.handle([ToolCall("web_search", {"query": [query]})])[0].ok
+        return path
+
+    return run
+
+
+async def test_what_a_cache_kept_does_not_answer_for_the_engine(earlier):
+    search = SearchConfig(timeout_s=1.0, cache_path=earlier())
     with pytest.raises(ValueError, match="search_engine=retriever does not answer"):
-        await open_search(config)
+        await open_search(Config(search_engine=("retriever",), search=search))
 
 
 async def test_a_server_that_was_not_started_is_said_with_how_to_start_it():
@@ -67,22 +82,37 @@ async def test_a_server_that_was_not_started_is_said_with_how_to_start_it():
     assert "python scrl/handler/server_handler.py" in str(error.value)
 
 
-async def test_http_is_ready_when_its_server_answers(corpus):
-    import threading
-
-    import uvicorn
-
-    from scrl.handler.server_handler import create_app
-
+@contextmanager
+def served(config: HandlerConfig) -> Iterator[str]:
+    """The URL of a search server that runs in a thread."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(HandlerConfig(index_corpus=corpus)), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(create_app(config), log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            handler = await open_search(Config(search=SearchConfig(mode="http", server_url=url)))
-            with handler:
-                assert isinstance(handler, HttpSearchHandler)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(20)
+
+
+async def test_http_is_ready_when_its_server_answers(corpus):
+    with served(HandlerConfig(index_corpus=corpus)) as url:
+        handler = await open_search(Config(search=SearchConfig(mode="http", server_url=url)))
+        with handler:
+            assert isinstance(handler, HttpSearchHandler)
+
+
+async def test_a_cache_of_the_server_does_not_answer_for_its_engine_either(earlier):
+    config = HandlerConfig(cache_path=earlier(), search_engine=("retriever",), timeout_s=1.0)
+    with served(config) as url, pytest.raises(ValueError, match="search.mode=http, and nothing answers at"):
+        await open_search(Config(search=SearchConfig(mode="http", server_url=url, timeout_s=3.0)))
+
+
+@pytest.mark.parametrize("query", ["something else", _CHECK.arguments["query"][0]])
+async def test_a_server_that_replays_is_ready_whatever_it_recorded(earlier, query):
+    recording = earlier(query, cache_mode="record")
+    with served(HandlerConfig(cache_path=recording, cache_mode="replay")) as url:
+        with await open_search(Config(search=SearchConfig(mode="http", server_url=url))) as handler:
+            found, missing = handler.handle([ToolCall("web_search", {"query": [q]}) for q in (query, "never asked")])
+        assert found.items[0][0]["url"] == "w/1" and missing.error_kind == "not_recorded"
