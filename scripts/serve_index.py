@@ -12,8 +12,6 @@ as Search-R1's, leave it at 127.0.0.1 and use a tunnel (ssh -N -L 8000:127.0.0.1
 
 import argparse
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -38,11 +36,7 @@ class RetrieveRequest(BaseModel):
 def create_app(index: LocalIndex, topk: int = 3) -> FastAPI:
     """``topk``: documents a query, where a request says nothing."""
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-
-    app = make_app("retrieval server", lifespan)
+    app = make_app("retrieval server")
 
     @app.post("/retrieve")
     def retrieve(request: RetrieveRequest) -> Response:  # not a coroutine: requests search side by side, in threads

@@ -11,6 +11,9 @@ SCRL_TOKEN must be set, and is the API key.
 import argparse
 import asyncio
 import json
+import logging
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
 
 MAX_AT_ONCE = 64  # episodes; further requests wait
 MODEL = "miniresearcher"
+_MODEL_CARD = {"id": MODEL, "object": "model", "owned_by": MODEL, "created": 0}
+_FAILED = "the episode failed; the server's log says why"
+
+logger = logging.getLogger(__name__)
 
 
 class Message(BaseModel):
@@ -35,16 +42,23 @@ class Message(BaseModel):
 
     def text(self) -> str:
         if isinstance(self.content, list):
-            return "".join(str(part.get("text", "")) for part in self.content if part.get("type") == "text")
+            return "".join(str(part.get("text") or "") for part in self.content if part.get("type") == "text")
         return self.content or ""
 
 
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
 class ChatRequest(BaseModel):
-    """Of OpenAI's fields those that mean something here; others are ignored."""
+    """Of OpenAI's fields those that mean something here. Others are ignored, such as ``max_tokens``: how long an
+    episode may be is the configuration's."""
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
-    stream: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
+    n: int | None = Field(None, ge=1, le=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +72,10 @@ def run(options: argparse.Namespace) -> int:
 
     agent = open_agent(options)
     app = create_app(agent, options.temperature)
-    return serve(app, options.host, options.port, "chat endpoint (/v1)", prepare=agent.open)
+    code = serve(app, options.host, options.port, "chat endpoint (/v1)", prepare=agent.open)
+    if app.state.engine_died:
+        print("serve: the engine died; start the server again", file=sys.stderr)
+    return 1 if app.state.engine_died else code
 
 
 class QueueListener:
@@ -93,8 +110,7 @@ def create_app(agent: Agent, temperature: float = 0.0) -> Any:
     from scrl.handler.http_service import json_response, make_app
 
     def tell(status: int, sentence: str) -> Response:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return json_response({"error": {"message": sentence, "type": kind}}, status)
+        return json_response(_error(status, sentence), status)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -103,6 +119,7 @@ def create_app(agent: Agent, temperature: float = 0.0) -> Any:
         agent.close()
 
     app = make_app("chat endpoint", lifespan, tell=tell)
+    app.state.engine_died = False
     at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def answer(question: str, listener: QueueListener, warmth: float) -> Episode:
@@ -111,10 +128,19 @@ def create_app(agent: Agent, temperature: float = 0.0) -> Any:
                 return await agent.answer(question, listener, warmth)
         finally:
             listener.pieces.put_nowait(None)
+            if agent.failed:  # every further answer would be an error
+                app.state.engine_died = True
+                signal.raise_signal(signal.SIGTERM)
 
     @app.get("/v1/models")
     async def models() -> Any:
-        return json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": MODEL}]})
+        return json_response({"object": "list", "data": [_MODEL_CARD]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Any:
+        if name != MODEL:
+            return tell(404, f"there is no model {name[:80]!r}; use {MODEL}")
+        return json_response(_MODEL_CARD)
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, connection: Request) -> Any:
@@ -127,13 +153,16 @@ def create_app(agent: Agent, temperature: float = 0.0) -> Any:
         warmth = temperature if request.temperature is None else request.temperature
         episode = asyncio.ensure_future(answer(question, listener, warmth))
         if request.stream:
-            return StreamingResponse(_events(episode, listener), media_type="text/event-stream")
+            with_usage = bool(request.stream_options and request.stream_options.include_usage)
+            return StreamingResponse(_events(episode, listener, with_usage), media_type="text/event-stream")
         if not await _finishes(episode, connection):
             return tell(499, "the client went away")
         finished = await episode
+        if finished.finish == "error":
+            return tell(500, _FAILED)
         reasoning = "".join([piece async for piece in _pieces(listener)])
         message = {"role": "assistant", "content": _content(finished), "reasoning_content": reasoning}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        choice = {"index": 0, "message": message, "finish_reason": _reason(finished)}
         return json_response(_head(finished.uid, "chat.completion") | {"choices": [choice], "usage": _usage(finished)})
 
     return app
@@ -160,23 +189,46 @@ async def _pieces(listener: QueueListener) -> AsyncIterator[str]:
         yield piece
 
 
-async def _events(episode: "asyncio.Future[Episode]", listener: QueueListener) -> AsyncIterator[str]:
+async def _events(
+    episode: "asyncio.Future[Episode]", listener: QueueListener, with_usage: bool = False
+) -> AsyncIterator[str]:
     """Server-sent events in OpenAI's form. A client that goes away ends its episode."""
-    name = f"chatcmpl-{time.time_ns()}"
+    head = _head(f"chatcmpl-{time.time_ns()}", "chat.completion.chunk")
 
     def event(delta: dict[str, str], finish: str | None = None) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        return f"data: {json.dumps(_head(name, 'chat.completion.chunk') | {'choices': [choice]})}\n\n"
+        return _event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
 
     try:
         yield event({"role": "assistant"})
         async for piece in _pieces(listener):
             yield event({"reasoning_content": piece})
-        yield event({"content": _content(await episode)})
-        yield event({}, "stop")
+        finished = await episode
+        if finished.finish == "error":
+            yield _event(_error(500, _FAILED))
+            return
+        yield event({"content": _content(finished)})
+        yield event({}, _reason(finished))
+        if with_usage:
+            yield _event(head | {"choices": [], "usage": _usage(finished)})
         yield "data: [DONE]\n\n"
+    except Exception:  # the answer has begun: a status can't say so any more
+        logger.exception("an episode failed")
+        yield _event(_error(500, _FAILED))
     finally:
         episode.cancel()
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _error(status: int, sentence: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": sentence, "type": kind}}
+
+
+def _reason(episode: Episode) -> str:
+    return "length" if episode.finish == "length" else "stop"
 
 
 def _content(episode: Episode) -> str:

@@ -83,7 +83,7 @@ class HttpSearchHandler:
             "episode_id": episode_id,
         }
         if call.name == "browse_webpage":
-            item["allowed_urls"] = sorted(self._contexts.allowed(episode_id))
+            item["allowed_urls"] = self._contexts.allowed(episode_id)
         with self._lock:
             if not self._closed:
                 self._loop.call_soon_threadsafe(self._begin, future, call, item, episode_id, started, deadline)
@@ -142,7 +142,8 @@ class HttpSearchHandler:
                 logger.exception("the call %.200r failed", call)
                 result = _error("internal", f"{type(error).__name__}: {error}")
             if result.ok and call.name == "web_search":
-                self._contexts.record(episode_id, [row["url"] for rows in result.items for row in rows if "url" in row])
+                for query, rows in zip(call.arguments["query"], result.items, strict=True):
+                    self._contexts.record(episode_id, [row["url"] for row in rows if row.get("url")], query)
             self._answer(future, result, started)
 
         task = self._loop.create_task(run())

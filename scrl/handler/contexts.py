@@ -41,17 +41,11 @@ class EpisodeContexts:
             while len(context.urls) > self._max_urls:
                 del context.urls[next(iter(context.urls))]
 
-    def allowed(self, episode_id: str) -> frozenset[str]:
-        """The ``url_key`` of each URL that the episode may browse."""
+    def allowed(self, episode_id: str) -> dict[str, str]:
+        """The ``url_key`` of each URL that the episode may browse -> the query that found it last."""
         with self._lock:
             context = self._contexts.get(episode_id)
-            return frozenset(context.urls) if context else frozenset()
-
-    def query_for(self, episode_id: str, url: str) -> str:
-        """The query that found ``url``; "" where none is known."""
-        with self._lock:
-            context = self._contexts.get(episode_id)
-            return context.urls.get(url_key(url), "") if context else ""
+            return dict(context.urls) if context else {}
 
     def known(self, episode_id: str) -> frozenset[str]:
         """The notes that the episode has been given."""

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +98,7 @@ class SearchHandler:
         *,
         episode_id: str = "",
         question: str = "",
-        allowed_urls: Collection[str] | None = None,
+        allowed_urls: Mapping[str, str] | None = None,
     ) -> "Future[ToolResult]":
         """Start ``call``; a future that never raises and is resolved by the call's deadline. It can't be cancelled.
 
@@ -106,7 +106,8 @@ class SearchHandler:
         queries was answered; what went wrong with another is still told in ``error``.
 
         What an episode's searches find is kept under ``episode_id`` until ``release``, since it may browse that alone;
-        ``allowed_urls`` says so instead where the client keeps it. Pages are read for ``question``.
+        ``allowed_urls`` (URL -> the query that found it) says so instead where the client keeps it. Pages are read for
+        ``question``.
         """
         started = time.monotonic()
         self._metrics.count("calls")
@@ -154,6 +155,8 @@ class SearchHandler:
     def close(self) -> None:
         """Answer what is pending with an error, and let the threads go."""
         with self._changed:
+            if self._closed:
+                return
             self._closed = True
             cut = [pending for _, _, pending in self._deadlines if not pending.done]
             closing = Outcome(error_kind="internal", error="the search handler was closed")
@@ -279,7 +282,7 @@ class SearchHandler:
         return Outcome(rows)
 
     def _work_of(
-        self, tool: str, deadline: float, episode_id: str, question: str, allowed_urls: Collection[str] | None
+        self, tool: str, deadline: float, episode_id: str, question: str, allowed_urls: Mapping[str, str] | None
     ) -> Callable[[str], list[Row]]:
         """What ``tool`` does with one item of its call."""
         if tool == "browse_webpage":

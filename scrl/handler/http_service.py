@@ -36,7 +36,7 @@ def json_error(status: int, sentence: str) -> Response:
 
 def make_app(
     title: str,
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     tell: Callable[[int, str], Response] = json_error,
 ) -> FastAPI:

@@ -2,7 +2,7 @@
 
 DeepResearcher's: ``{"query_contents": [{idx, question, think, tool_call, total_number}, ...]}`` comes back as the same
 items with ``content``, the text that the policy reads. Ours add, all optional: ``timeout_s`` beside the list, and in an
-item ``episode_id`` and ``allowed_urls`` (what the episode's searches found, so what it may browse) on the way there,
+item ``episode_id`` and ``allowed_urls`` (what the episode may browse -> the query that found it) on the way there,
 ``result`` (every field of ToolResult) on the way back. ``POST /release`` says which episodes have ended.
 """
 
@@ -17,7 +17,7 @@ import httpx
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from scrl.llm_agent.parsing import parse_turn
-from scrl.llm_agent.prompts import render_error, render_observation
+from scrl.llm_agent.prompts import TOOLS, list_argument, render_error, render_observation
 from scrl.types import ToolCall, ToolResult
 
 EXECUTION_PATH = "/handle_execution"
@@ -95,23 +95,34 @@ def problem_of(reply: httpx.Response) -> str:
 
 
 def read_call(item: Item) -> ToolCall | str:
-    """The item's tool call, read by the rules of an episode; else one sentence that says what is wrong with it.
+    """The item's tool call; else one sentence that says what is wrong with it.
 
-    ``tool_call`` is ``{"name", "arguments"}``, or its text as the policy wrote it.
+    ``tool_call`` is ``{"name", "arguments"}``, or its text as the policy wrote it. One that is well-formed is taken as
+    it stands, so that its results belong to its queries one by one; all else is read by the rules of an episode.
     """
     call = item.get("tool_call")
     if not isinstance(call, dict | str):
         return "the item has no tool_call; give {name, arguments}, or their JSON text"
+    if isinstance(call, dict) and _is_well_formed(call):
+        return ToolCall(call["name"], {(key := list_argument(call["name"])): call["arguments"][key]})
     # In JSON "<\/" says "</": a closing tag inside a query must not end the block.
     text = call if isinstance(call, str) else json.dumps(call).replace("</", "<\\/")
     parsed = parse_turn(f"<think></think><tool_call>{text}</tool_call>")
     return parsed if isinstance(parsed, ToolCall) else getattr(parsed, "reason", "it holds an answer, not a tool call")
 
 
-def read_urls(item: Item) -> list[str] | None:
-    """What the item says its episode may browse; None where it says nothing about it."""
+def _is_well_formed(call: dict[str, Any]) -> bool:
+    name, arguments = call.get("name"), call.get("arguments")
+    if not isinstance(name, str) or name not in TOOLS or not isinstance(arguments, dict):
+        return False
+    asked = arguments.get(list_argument(name))
+    return isinstance(asked, list) and bool(asked) and all(isinstance(text, str) and text.strip() for text in asked)
+
+
+def read_urls(item: Item) -> dict[str, str] | None:
+    """What the item says its episode may browse, by which query it was found; None where it says nothing about it."""
     urls = item.get("allowed_urls")
-    return [url for url in urls if isinstance(url, str)] if isinstance(urls, list) else None
+    return {url: str(query) for url, query in urls.items()} if isinstance(urls, dict) else None
 
 
 def answered(item: Item, call: ToolCall | str, result: ToolResult) -> Item:

@@ -207,10 +207,13 @@ class LLMGenerationManager:
         turn.latency_s = time.perf_counter() - started
         turn.search_ok = result.ok
         if not result.ok:
-            return self._fit(lambda n: prompts.render_error(result.error[:n]), len(result.error)) or ("", [])
+            fitting = self._fit(lambda n: prompts.render_error(result.error[:n]), len(result.error))
+            return fitting[:2] if fitting else ("", [])
         (asked,) = call.arguments.values()
-        turn.sources = [(row.get("title", ""), row.get("url", "")) for rows in result.items for row in rows]
-        return self._fit_results(asked, result.items)
+        text, ids, shown = self._fit_results(asked, result.items)
+        rows = [row for rows in result.items for row in rows][:shown]
+        turn.sources = [(row.get("title", ""), row.get("url", "")) for row in rows]
+        return text, ids
 
     async def _run_tool(self, call: ToolCall, episode_id: str, question: str) -> ToolResult:
         deadline = self._settings.tool_timeout_s + _TOOL_GRACE_S
@@ -220,8 +223,9 @@ class LLMGenerationManager:
         except TimeoutError:
             return ToolResult(ok=False, error=f"{call.name} took more than {deadline:g} s.", error_kind="timeout")
 
-    def _fit_results(self, asked: list[str], items: list[list[dict[str, str]]]) -> tuple[str, list[int]]:
-        """As many whole results as fit, from the first on, else the first with its text shortened; valid JSON."""
+    def _fit_results(self, asked: list[str], items: list[list[dict[str, str]]]) -> tuple[str, list[int], int]:
+        """As many whole results as fit, from the first on, else the first with its text shortened; valid JSON. (Text,
+        its token ids, results in it)"""
         longest = self._settings.max_obs_length * _CHARS_PER_TOKEN
         items = [[{k: v[:longest] for k, v in result.items()} for result in results] for results in items]
         with_url = "browse_webpage" in self._settings.tools
@@ -234,22 +238,22 @@ class LLMGenerationManager:
             return prompts.render_observation(asked, kept, with_url)
 
         total = sum(map(len, items))
-        return (
-            (total and self._fit(first, total, least=1))
-            or (total and self._fit(lambda n: first(1, n), longest))
-            or self._fit(lambda n: prompts.render_observation(asked[:n], [[]] * len(asked[:n])), len(asked))
-            or ("", [])
-        )
+        if total and (fitting := self._fit(first, total, least=1)):
+            return fitting
+        if total and (fitting := self._fit(lambda n: first(1, n), longest)):
+            return *fitting[:2], 1
+        fitting = self._fit(lambda n: prompts.render_observation(asked[:n], [[]] * len(asked[:n])), len(asked))
+        return (*fitting[:2], 0) if fitting else ("", [], 0)
 
-    def _fit(self, render: Callable[[int], str], most: int, least: int = 0) -> tuple[str, list[int]] | None:
-        """The rendering of the largest n in [least, most] within ``max_obs_length`` tokens, by bisection."""
+    def _fit(self, render: Callable[[int], str], most: int, least: int = 0) -> tuple[str, list[int], int] | None:
+        """The rendering of the largest n in [least, most] within ``max_obs_length`` tokens, by bisection, and n."""
         best = None
         n = most
         while least <= most:
             text = render(n).encode("utf-8", "replace").decode()  # a lone surrogate can't be tokenised
             ids = prompts.encode_untrusted(self._tokenizer, text)
             if len(ids) <= self._settings.max_obs_length:
-                best, least = (text, ids), n + 1
+                best, least = (text, ids, n), n + 1
             else:
                 most = n - 1
             n = (least + most + 1) // 2

@@ -65,9 +65,13 @@ class RolloutWorker:
             self._end_if_failed()
         return self._engine.version
 
+    @property
+    def failed(self) -> bool:
+        return self._engine.failed
+
     def _end_if_failed(self) -> None:
         """An engine that died takes its worker with it: the driver replaces it, and has its episodes played again."""
-        if self._engine.failed:
+        if self.failed:
             logger.error("worker %d: its engine died", self._index)
             os._exit(1)
 

@@ -2,12 +2,10 @@
 
 import math
 import re
-import unicodedata
 from collections import Counter
 
-import tantivy
-
 from scrl.handler.reading_agent.reader import ReadTask
+from scrl.handler.web_search_agent.local_index import content_words
 
 MAX_NOTES = 2000  # characters taken of a page
 MAX_SENTENCE = 400  # characters; a longer one is cut into pieces, at a space where it has one
@@ -15,17 +13,6 @@ _K1, _B = 1.2, 0.75
 
 # After a full stop (and a closing quote) at a space, after one of the scripts that write none, at the end of a line.
 _ENDS = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)\]]))\s+|(?<=[。！？])|\n+")
-_UNSPACED = re.compile("([\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff])")
-
-_analyzer = (
-    tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
-    .filter(tantivy.Filter.remove_long(64))
-    .filter(tantivy.Filter.lowercase())
-    .filter(tantivy.Filter.ascii_fold())
-    .filter(tantivy.Filter.stopword("english"))
-    .filter(tantivy.Filter.stemmer("english"))
-    .build()
-)
 
 
 class ExtractiveReader:
@@ -76,8 +63,8 @@ def bm25(query: str, documents: list[str]) -> list[float]:
     ``Σ_t n_t · ln(1 + (N − df_t + ½)/(df_t + ½)) · tf/(tf + k1·(1 − b + b·length/mean length))`` over the query's
     terms t, each as often as it stands there (n_t).
     """
-    terms = Counter(words(query[:10_000]))
-    counted = [Counter(words(document)) for document in documents]
+    terms = Counter(content_words(query[:10_000]))
+    counted = [Counter(content_words(document)) for document in documents]
     lengths = [counts.total() for counts in counted]
     mean = sum(lengths) / len(lengths) if any(lengths) else 1.0
     scores = [0.0] * len(documents)
@@ -88,9 +75,3 @@ def bm25(query: str, documents: list[str]) -> list[float]:
             if tf := counts[term]:
                 scores[i] += times * idf * tf / (tf + _K1 * (1 - _B + _B * lengths[i] / mean))
     return scores
-
-
-def words(text: str) -> list[str]:
-    """Stemmed content words; in scripts without spaces each character is one."""
-    text = text.encode("utf-8", "replace").decode()  # a lone surrogate can't be handed over
-    return _analyzer.analyze(text if text.isascii() else _UNSPACED.sub(r" \1 ", unicodedata.normalize("NFKC", text)))

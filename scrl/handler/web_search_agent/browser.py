@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,10 +45,13 @@ class PageSource(Protocol):
         """The page by ``deadline`` (``time.monotonic()`` seconds). Raises PageError."""
         ...
 
+    def remember(self, rows: Iterable[Row]) -> None:
+        """A search returned ``rows``."""
+
     def close(self) -> None: ...
 
 
-class WebPages:
+class WebPages(PageSource):
     """The open web, behind PageFetcher's checks. Its processes start at the first page."""
 
     def __init__(self, metrics: HandlerMetrics, fetcher: PageFetcher | None = None) -> None:
@@ -73,7 +76,7 @@ class WebPages:
         self._extractors.close()
 
 
-class CorpusPages:
+class CorpusPages(PageSource):
     """The pages of a local corpus, by URL; rows that share one are one page. No network.
 
     The corpus is read when the first page is asked for. One of more than 256 MB is not; then the rows that searches
@@ -99,7 +102,7 @@ class CorpusPages:
         return page
 
     def remember(self, rows: Iterable[Row]) -> None:
-        """A search returned ``rows``."""
+        """See PageSource."""
         if self._whole:
             return
         with self._lock:
@@ -108,9 +111,6 @@ class CorpusPages:
                 self._seen.move_to_end(key)
             while len(self._seen) > _SEEN_ROWS:
                 self._seen.popitem(last=False)
-
-    def close(self) -> None:
-        pass
 
 
 def _by_url(rows: Iterable[Row]) -> dict[str, Page]:
@@ -121,7 +121,7 @@ def _by_url(rows: Iterable[Row]) -> dict[str, Page]:
     return {key: Page(title, "\n".join(texts)) for key, (title, texts) in parts.items()}
 
 
-class ChainedPages:
+class ChainedPages(PageSource):
     """For a chain of engines with the local one: a page of the corpus where it has the URL, else the web's."""
 
     def __init__(self, corpus: CorpusPages, web: PageSource) -> None:
@@ -134,12 +134,15 @@ class ChainedPages:
         except PageError:  # it isn't in there
             return self._web.load(url, deadline)
 
+    def remember(self, rows: Iterable[Row]) -> None:
+        """See PageSource."""
+        self._corpus.remember(rows)
+
     def close(self) -> None:
-        self._corpus.close()
         self._web.close()
 
 
-class NoPages:
+class NoPages(PageSource):
     """Nothing to read from; says why."""
 
     def __init__(self, reason: str) -> None:
@@ -148,9 +151,6 @@ class NoPages:
     def load(self, url: str, deadline: float) -> Page:
         """Raises PageError."""
         raise PageError("no_backend", self._reason)
-
-    def close(self) -> None:
-        pass
 
 
 def make_source(config: HandlerConfig, metrics: HandlerMetrics) -> PageSource:
@@ -169,11 +169,11 @@ def make_source(config: HandlerConfig, metrics: HandlerMetrics) -> PageSource:
 
 @dataclass(frozen=True)
 class Visit:
-    """See ``Browser.visit``. ``allowed``: as ``url_key`` has them."""
+    """See ``Browser.visit``. ``allowed``: ``url_key`` -> the query that found it, "" where that isn't known."""
 
     episode_id: str
     question: str
-    allowed: frozenset[str]
+    allowed: Mapping[str, str]
     known: frozenset[str]
 
 
@@ -205,16 +205,18 @@ class Browser:
 
     def remember(self, rows: Iterable[Row]) -> None:
         """A search returned ``rows``; where the corpus is too large to look up a URL in, they are its pages."""
-        if isinstance(self._source, CorpusPages):
-            self._source.remember(rows)
+        self._source.remember(rows)
 
-    def visit(self, episode_id: str, question: str, allowed_urls: Collection[str] | None = None) -> Visit:
+    def visit(self, episode_id: str, question: str, allowed_urls: Mapping[str, str] | None = None) -> Visit:
         """What an episode's call may read and knows, as it stands now: the call's pages don't wait for one another,
         and what they say must not depend on which was faster.
 
-        ``allowed_urls``: what its searches found, where its client keeps that.
+        ``allowed_urls``: what its searches found, by which query, where its client keeps that.
         """
-        allowed = self._contexts.allowed(episode_id) if allowed_urls is None else frozenset(map(url_key, allowed_urls))
+        if allowed_urls is None:
+            allowed = self._contexts.allowed(episode_id)
+        else:
+            allowed = {url_key(url): query for url, query in allowed_urls.items()}
         return Visit(episode_id, question, allowed, self._contexts.known(episode_id))
 
     def read(self, url: str, visit: Visit, deadline: float) -> Row:
@@ -229,7 +231,7 @@ class Browser:
             raise PageError("bad_request", f"{url[:200]} is not among this episode's search results")
         page = self._page(key, url, deadline)
         views = itertools.islice(split_views(page.text, self._config.page_view_port_size), self._config.max_page_views)
-        query = self._contexts.query_for(visit.episode_id, url)
+        query = visit.allowed.get(key, "")
         started = time.monotonic()
         notes = self._reader.read(ReadTask(page.title, tuple(views), visit.question, query, visit.known, deadline))
         self._metrics.observe(f"browse/{self._reader.name}", time.monotonic() - started)

@@ -28,10 +28,6 @@ class RetrieverBackend(RemoteBackend):
     default_url = "http://127.0.0.1:8000/retrieve"
     limits = Limits(rate=1000.0, burst=1000.0)  # one's own server
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.cache_scope = f"{self.name}|{self._url}"  # what it finds depends on which corpus is served there
-
     def request(self, query: str, topk: int) -> Request:
         return Request("POST", self._url, json={"queries": [query], "topk": topk, "return_scores": True})
 
@@ -87,9 +83,13 @@ class SearxngBackend(RemoteBackend):
 
 
 class ProxyBackend(SearxngBackend):
-    """``scripts/search_proxy.py`` on a machine with internet: SearXNG's protocol and a bearer token."""
+    """``scripts/search_proxy.py`` on a machine with internet: SearXNG's protocol and a bearer token.
+
+    Region and language are what the proxy was started with.
+    """
 
     name = "proxy"
+    uses_language = False
     url_variable = "SEARCH_PROXY_URL"
     default_url = "http://127.0.0.1:8890/search"
     key_variable = "SCRL_TOKEN"

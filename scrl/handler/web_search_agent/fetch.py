@@ -19,6 +19,7 @@ import httpcore
 import httpx
 
 from scrl.handler.web_search_agent.fetch_address import Resolver, is_elsewhere, resolve
+from scrl.handler.web_search_agent.transport import unpacker
 
 MAX_BYTES = 5_000_000  # of a page, as sent and unpacked
 MAX_SECONDS = 10.0  # for a page: look-up, connections, redirects and body together
@@ -135,7 +136,10 @@ class PageFetcher:
 
     def _read(self, response: httpcore.Response, encoding: bytes, url: httpx.URL) -> tuple[bytes, bool]:
         """The body, unpacked and cut at the limit, and whether it was cut."""
-        unpack = _unpacker(encoding.decode("latin-1").strip().lower(), url)
+        try:
+            unpack = unpacker(encoding.decode("latin-1"))
+        except ValueError as error:
+            raise PageError("bad_reply", f"{_name(url)} {error}") from None
         pieces, size = [], 0
         chunks: Iterator[bytes] = response.iter_stream()
         for chunk in chunks:
@@ -222,9 +226,10 @@ def _parse(url: str, base: httpx.URL | None = None) -> httpx.URL:
         parsed = httpx.URL(url.strip()) if base is None else base.join(url.strip())
         # The user's name and password, should it hold any, are for nobody; the fragment isn't sent.
         parsed = parsed.copy_with(userinfo=b"", fragment=None)
+        host = parsed.host  # decoded only here, which may fail
     except (httpx.InvalidURL, ValueError, TypeError) as error:
         raise PageError("bad_request", f"{url[:200]!r} is not a URL") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < (parsed.port or 80) < 65536:
+    if parsed.scheme not in ("http", "https") or not host or not 0 < (parsed.port or 80) < 65536:
         raise PageError("bad_request", f"{url[:200]!r} is not an http or https URL")
     return parsed
 
@@ -256,28 +261,3 @@ def _kind_of(said: str, body: bytes) -> str | None:
 
 
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
-
-def _unpacker(encoding: str, url: httpx.URL) -> Callable[[bytes, int], bytes]:
-    """(piece, most bytes wanted) -> unpacked bytes. What is beyond is never unpacked, so no bomb goes off."""
-    if encoding in ("", "identity"):
-        return lambda piece, most: piece[:most]
-    if encoding in ("gzip", "x-gzip"):
-        return zlib.decompressobj(wbits=31).decompress
-    if encoding == "deflate":
-        return _inflate()
-    raise PageError("bad_reply", f"{_name(url)} is packed as {encoding[:80]!r}, which was not offered")
-
-
-def _inflate() -> Callable[[bytes, int], bytes]:
-    """HTTP's deflate is zlib's format; servers that send the bare stream are understood too, as browsers do."""
-    unpacker = None
-
-    def unpack(piece: bytes, most: int) -> bytes:
-        nonlocal unpacker
-        if unpacker is None and piece:
-            # A zlib header: method 8 in the low half byte (the rest is a window size of at most 7).
-            unpacker = zlib.decompressobj(wbits=15 if piece[0] & 0x0F == 8 and piece[0] >> 4 <= 7 else -15)
-        return unpacker.decompress(piece, most) if unpacker else b""
-
-    return unpack

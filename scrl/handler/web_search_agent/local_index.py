@@ -52,6 +52,11 @@ _ALL_WORDS = _analyzer(drop_stop_words=False)
 _CONTENT_WORDS = _analyzer(drop_stop_words=True)
 
 
+def content_words(text: str) -> list[str]:
+    """The stems of ``text`` without stop words; in scripts without spaces each character is a word."""
+    return _CONTENT_WORDS.analyze(_indexable(_writable(text)))
+
+
 def _schema() -> tantivy.Schema:
     builder = tantivy.SchemaBuilder()
     builder.add_text_field("body", tokenizer_name="body", index_option="freq")
@@ -152,7 +157,7 @@ class LocalIndex:
         if topk < 1:
             raise ValueError(f"topk={topk} asks for no result; give 1 or more")
         text = _indexable(_writable(query[:MAX_QUERY_CHARS]))
-        words = list(dict.fromkeys(_CONTENT_WORDS.analyze(text) or _ALL_WORDS.analyze(text)))[:MAX_QUERY_TERMS]
+        words = list(dict.fromkeys(content_words(text) or _ALL_WORDS.analyze(text)))[:MAX_QUERY_TERMS]
         if not words:
             return []
         key = _title_key(text.strip())

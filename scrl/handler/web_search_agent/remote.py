@@ -55,6 +55,8 @@ class RemoteBackend:
         self.region = config.region if self.uses_region else ""
         self.language = config.language if self.uses_language else ""
         self.cache_scope = "|".join((self.name, self.region, self.language)).rstrip("|")
+        if self._url != self.default_url:  # what is found depends on which server is asked
+            self.cache_scope += f"|{self._url}"
         self._metrics = metrics or HandlerMetrics()
         limits = self.limits
         if config.rate_limit is not None:

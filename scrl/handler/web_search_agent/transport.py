@@ -12,7 +12,8 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -89,11 +90,10 @@ class HttpxTransport:
             response = await self._client.send(message, stream=True)
             try:
                 headers = {name.lower(): value for name, value in response.headers.items()}
-                return Reply(response.status_code, headers, await read_bounded(headers, response.aiter_bytes()))
+                chunks = _unpacked(headers.get("content-encoding", ""), response.aiter_raw())
+                return Reply(response.status_code, headers, await read_bounded(headers, chunks))
             finally:
                 await response.aclose()
-        except httpx.DecodingError as error:
-            raise SearchError("bad_reply", f"sent a body that can't be decompressed ({error})") from error
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             place = f"{message.url.scheme}://{message.url.netloc.decode()}"
@@ -101,6 +101,17 @@ class HttpxTransport:
 
     async def aclose(self) -> None:
         await self._client.aclose()
+
+
+async def _unpacked(encoding: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """httpx would unpack a whole chunk, through layer after layer, before anybody could count it."""
+    try:
+        unpack = unpacker(encoding)
+        async for chunk in chunks:
+            yield unpack(chunk, MAX_BODY + 1)
+    except (ValueError, zlib.error) as error:
+        said = str(error) if isinstance(error, ValueError) else f"sent a body that can't be decompressed ({error})"
+        raise SearchError("bad_reply", said) from error
 
 
 async def read_bounded(headers: dict[str, str], chunks: AsyncIterator[bytes]) -> bytes:
@@ -115,6 +126,35 @@ async def read_bounded(headers: dict[str, str], chunks: AsyncIterator[bytes]) ->
         else:
             return bytes(body)
     raise SearchError("bad_reply", f"sent more than {MAX_BODY >> 20} MiB")
+
+
+def unpacker(encoding: str) -> Callable[[bytes, int], bytes]:
+    """(piece, most bytes wanted) -> unpacked bytes. What is beyond is never unpacked, so no bomb goes off.
+
+    ``encoding``: a Content-Encoding header. ValueError, one clause, for one that was not offered, layers above all.
+    """
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return lambda piece, most: piece[:most]
+    if encoding in ("gzip", "x-gzip"):
+        return zlib.decompressobj(wbits=31).decompress
+    if encoding == "deflate":
+        return _inflate()
+    raise ValueError(f"sent a body packed as {encoding[:80]!r}, which was not offered")
+
+
+def _inflate() -> Callable[[bytes, int], bytes]:
+    """HTTP's deflate is zlib's format; servers that send the bare stream are understood too, as browsers do."""
+    unpacker = None
+
+    def unpack(piece: bytes, most: int) -> bytes:
+        nonlocal unpacker
+        if unpacker is None and piece:
+            # A zlib header: method 8 in the low half byte (the rest is a window size of at most 7).
+            unpacker = zlib.decompressobj(wbits=15 if piece[0] & 0x0F == 8 and piece[0] >> 4 <= 7 else -15)
+        return unpacker.decompress(piece, most) if unpacker else b""
+
+    return unpack
 
 
 class Fetcher:

@@ -3,11 +3,12 @@
 import glob
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from scrl.handler.config import HandlerConfig
 from scrl.llm_agent.prompts import TOOLS
-from verl.trainer.config.schema import Config
+from verl.trainer.config.schema import Config, SearchConfig
 from verl.utils.hub import MODELSCOPE, check_name
 from verl.workers.reward_manager.custom import load_function
 
@@ -26,7 +27,7 @@ def validate(config: Config) -> None:
 
 def warnings_of(config: Config) -> list[str]:
     """What works but probably isn't meant, one sentence each."""
-    return [*_odd(config), *_odd_loss(config)]
+    return [*_odd(config), *_odd_search(config), *_odd_loss(config)]
 
 
 def check_model(key: str, model: str) -> None:
@@ -76,6 +77,12 @@ def _check_search(config: Config) -> None:
 
 
 def _search(config: Config) -> Iterator[str]:
+    if config.search.mode == "http" and config.search.cache_mode != "reuse":
+        yield (
+            f"search.cache_mode={config.search.cache_mode} is the server's business where search.mode=http: start "
+            f"scrl/handler/server_handler.py with cache_mode={config.search.cache_mode} and a cache_path, and leave "
+            "search.cache_mode=reuse here"
+        )
     try:
         HandlerConfig.from_config(config)
     except ValueError as error:
@@ -258,6 +265,19 @@ def _odd(config: Config) -> Iterator[str]:
         )
     if config.data.train_files and not config.data.val_files and not config.trainer.val_only:
         yield "data.val_files is empty, so nothing is validated"
+
+
+def _odd_search(config: Config) -> Iterator[str]:
+    """Where a server searches, its own settings count: what was set here for nothing."""
+    ours = {"mode", "server_url", "timeout_s", "max_workers", "max_obs_length", "index_corpus", "index_dir"}
+    usual, search = SearchConfig(), config.search
+    names = [field.name for field in fields(search) if field.name not in ours]
+    idle = [f"search.{name}={getattr(search, name)}" for name in names if getattr(search, name) != getattr(usual, name)]
+    if search.mode == "http" and idle:
+        yield (
+            f"search.mode=http leaves the search to the server at {search.server_url}, and {', '.join(idle)} without "
+            "effect; give them to scrl/handler/server_handler.py"
+        )
 
 
 def _odd_loss(config: Config) -> Iterator[str]:

@@ -166,7 +166,10 @@ class RayPPOTrainer:
         if self.train_set:
             episodes = f"{data.train_batch_size} x {config.agent_grpo.n} episodes a step"
             say(f"{len(self.train_set)} training questions, {episodes}")
-        say(f"{len(self.val_set or ())} validation questions; search_engine={','.join(config.search_engine)}")
+        search = f"search_engine={','.join(config.search_engine)}"
+        if config.search.mode == "http":
+            search = f"search by the server at {config.search.server_url}, as that is set up"
+        say(f"{len(self.val_set or ())} validation questions; {search}")
         say(f"writing to {self.dir}" + (f", going on from {found.name}" if found else ""))
 
     def _loop(self, total: int) -> None:

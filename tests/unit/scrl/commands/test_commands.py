@@ -154,6 +154,86 @@ def test_chat_endpoint_streams_thoughts_and_answers_as_openai_does(agent: Agent)
             assert refused.status_code == status and told["message"] and told["type"] == "invalid_request_error"
 
 
+async def test_chat_endpoint_and_openais_own_client(agent: Agent) -> None:
+    import httpx
+    import openai
+
+    await agent.open()
+    transport = httpx.ASGITransport(create_app(agent))
+    messages = [{"role": "user", "content": [{"type": "text", "text": None}, {"type": "text", "text": "who \ud83d"}]}]
+    async with httpx.AsyncClient(transport=transport, base_url="http://agent/v1") as http:
+        client = openai.AsyncOpenAI(base_url="http://agent/v1", api_key="x", http_client=http, max_retries=0)
+        # As a client sends it: half an emoji, and null for what isn't said.
+        body = json.dumps({"model": "any", "messages": messages, "stream": None, "n": None, "temperature": None})
+        reply = await http.post("/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 200 and reply.json()["choices"][0]["message"]["content"]
+        chunks = await client.chat.completions.create(
+            model="any",
+            messages=[{"role": "user", "content": QUESTION}],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        seen = [chunk async for chunk in chunks]
+        assert seen[-1].choices == [] and seen[-1].usage.completion_tokens > 0 and seen[-2].usage is None
+        assert (await client.models.retrieve("miniresearcher")).id == "miniresearcher"
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+            await client.models.retrieve("gpt")
+        with pytest.raises(openai.BadRequestError, match="n: Input should be less than or equal to 1"):
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}], n=2)
+
+
+class Failing:
+    """An agent whose episodes fail, or whose own code does."""
+
+    tokenizer, failed = Bytes(), False
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
+
+    def encode(self, question: str) -> list[int]:
+        return [1]
+
+    async def answer(self, question: str, *_: object) -> Episode:
+        if self.raises:
+            raise RuntimeError("out of memory at /home/me/secret")
+        episode = Episode("u", 0, 0, question, [], "ask", [1], [], [], [], [], "error")
+        episode.error = "Turn 0 failed: RuntimeError: out of memory at /home/me/secret"
+        return episode
+
+
+@pytest.mark.parametrize("raises", [False, True])
+async def test_an_episode_that_fails_is_an_error_of_the_server_and_tells_no_internals(raises: bool, caplog) -> None:
+    import httpx
+    import openai
+
+    transport = httpx.ASGITransport(create_app(Failing(raises)), raise_app_exceptions=False)
+    asked = {"model": "any", "messages": [{"role": "user", "content": "Who?"}]}
+    async with httpx.AsyncClient(transport=transport, base_url="http://agent/v1") as http:
+        client = openai.AsyncOpenAI(base_url="http://agent/v1", api_key="x", http_client=http, max_retries=0)
+        with pytest.raises(openai.InternalServerError) as whole:
+            await client.chat.completions.create(**asked)
+        with pytest.raises(openai.APIError, match="the episode failed; the server's log says why") as streamed:
+            async for _ in await client.chat.completions.create(**asked, stream=True):
+                pass
+    assert "secret" not in str(whole.value) and "secret" not in str(streamed.value)
+
+
+async def test_an_engine_that_died_ends_the_server(monkeypatch) -> None:
+    import httpx
+
+    signals: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", signals.append)
+    agent = Failing(raises=False)
+    app = create_app(agent)
+    asked = {"messages": [{"role": "user", "content": "Who?"}]}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://agent/v1") as http:
+        assert (await http.post("/chat/completions", json=asked)).status_code == 500
+        assert not signals and not app.state.engine_died
+        agent.failed = True
+        assert (await http.post("/chat/completions", json=asked)).status_code == 500
+    assert signals == [signal.SIGTERM] and app.state.engine_died
+
+
 def test_an_episode_is_saved_as_rollout_files_are(agent: Agent, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("verl.trainer.config.paths.REPO_ROOT", tmp_path)
     turn = Turn("answer", "<think>I know.</think><answer>Kopim</answer>", "I know.", answer="Kopim", span=(0, 1))
@@ -166,7 +246,7 @@ async def test_a_client_that_leaves_ends_its_episode() -> None:
     class Waiting:
         """An agent that never comes to an end."""
 
-        tokenizer = Bytes()
+        tokenizer, failed = Bytes(), False
 
         def __init__(self) -> None:
             self.asked, self.cancelled = asyncio.Event(), False

@@ -12,7 +12,7 @@ from scrl.handler.client import HttpSearchHandler
 from scrl.handler.config import HandlerConfig
 from scrl.handler.handler import SearchHandler
 from scrl.handler.server_handler import create_app
-from scrl.handler.web_search_agent.browser import NOTHING_NEW, Page
+from scrl.handler.web_search_agent.browser import NOTHING_NEW, Page, PageSource
 from scrl.handler.web_search_agent.fetch import PageError
 from scrl.llm_agent import prompts
 from scrl.llm_agent.generation import GenerationSettings, LLMGenerationManager
@@ -32,7 +32,7 @@ def browse(*urls: str) -> ToolCall:
     return ToolCall("browse_webpage", {"url_list": list(urls)})
 
 
-class Gated:
+class Gated(PageSource):
     """A source whose pages named slow* wait for ``gate``; ``fail`` and ``bug`` raise."""
 
     def __init__(self) -> None:
@@ -48,8 +48,6 @@ class Gated:
         if name == "bug":
             raise KeyError(name)
         return Page(name.title(), f"The page {name} says so.")
-
-    def close(self) -> None: ...
 
 
 class OneRow:
@@ -148,6 +146,24 @@ def test_over_http_the_client_says_what_its_episode_may_read(serve_app):
         released = client.submit(browse("https://p.example/a"), episode_id="e", question="?").result(30)
     assert read.items == [[{"title": "A", "url": "https://p.example/a", "text": "The page a says so."}]]
     assert refused.error_kind == released.error_kind == "bad_request"
+
+
+def test_over_http_a_page_is_read_for_the_query_that_found_it(serve_app):
+    """Whichever server reads, it says what the one that searched would say, and what a handler in the process does."""
+    pages = Gated()
+    filler = "\n".join(f"Sentence number {i} is about the weather of the day." for i in range(200))
+    pages.load = lambda url, deadline: Page("T", f"{filler}\nThe zebrafish was found in 1822.")
+    texts = []
+    for search_at, read_at in ((0, 0), (0, 1), (None, None)):
+        urls = [serve_app(create_app(HandlerConfig(), handler_over(pages))) for _ in range(2)]
+        client = handler_over(pages) if search_at is None else HttpSearchHandler(urls[search_at], HandlerConfig())
+        with client:
+            client.submit(search("zebrafish"), episode_id="e", question="When?").result(30)
+            if read_at is not None:
+                client._url = urls[read_at]
+            url = "https://p.example/zebrafish"
+            texts.append(client.submit(browse(url), episode_id="e", question="When?").result(30).items[0][0]["text"])
+    assert texts == ["The zebrafish was found in 1822."] * 3
 
 
 class Policy:

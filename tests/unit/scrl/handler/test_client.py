@@ -211,7 +211,7 @@ def test_an_episode_may_browse_what_its_searches_found_until_it_is_released(serv
         """A handler that notes what it is told."""
 
         def __init__(self) -> None:
-            self.told: list[tuple[str, str, str, list[str] | None]] = []
+            self.told: list[tuple[str, str, str, dict[str, str] | None]] = []
             self.released: queue.Queue[str] = queue.Queue()
 
         def release(self, episode_id: str) -> None:
@@ -238,8 +238,8 @@ def test_an_episode_may_browse_what_its_searches_found_until_it_is_released(serv
     assert recording.told == [
         ("web_search", "e1", "who?", None),
         ("web_search", "e2", "", None),
-        ("browse_webpage", "e1", "who?", ["https://a.example", "https://b.example"]),
-        ("browse_webpage", "e1", "", []),
+        ("browse_webpage", "e1", "who?", {"https://a.example": "a", "https://b.example": "b"}),
+        ("browse_webpage", "e1", "", {}),
     ]
 
 

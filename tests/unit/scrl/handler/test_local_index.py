@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scrl.handler.web_search_agent import local_index
-from scrl.handler.web_search_agent.local_index import LocalIndex, build_index
+from scrl.handler.web_search_agent.local_index import LocalIndex, build_index, content_words
 
 ROOT = Path(__file__).resolve().parents[4]
 PAGES = [
@@ -296,3 +296,10 @@ def test_a_damaged_index_says_what_to_delete(tmp_path):
     (folder / "meta.json").write_text("{")
     with pytest.raises(ValueError, match="is damaged .* delete that folder"):
         LocalIndex.open(corpus, tmp_path / "index", progress=False)
+
+
+def test_words_are_stems_without_stop_words_and_unspaced_scripts_characters():
+    assert content_words("The Directors and the DIRECTING Zoë's films") == ["director", "direct", "zoe", "s", "film"]
+    assert (
+        content_words("北京市") == ["北", "京", "市"] and content_words("\ud800 x") == ["x"] and content_words("") == []
+    )

@@ -84,6 +84,16 @@ async def test_the_familys_payload_comes_back_in_order_with_content():
     assert result.ok and [rows[0]["title"] for rows in result.items] == ["b", "a"] and result.latency_s > 0
 
 
+async def test_every_query_gets_its_results_also_the_same_one_twice():
+    """Search noise may ask one thing for two queries; the client counts on a list for each."""
+    async with client_of(HandlerConfig(max_queries=3)) as client:
+        sent = [item(0, search("a", "a")), item(1, search("a", "b", "c", "d"))]
+        reply = await client.post("/handle_execution", json={"query_contents": sent})
+    first, second = (one["result"]["items"] for one in reply.json()["query_contents"])
+    assert [rows[0]["title"] for rows in first] == ["a", "a"]
+    assert [[row["title"] for row in rows] for rows in second] == [["a"], ["b"], ["c"], []]  # as in the process
+
+
 async def test_one_calls_failure_is_that_calls_content():
     broken = [
         None,
@@ -141,12 +151,12 @@ async def test_a_call_that_takes_too_long_is_its_result():
 async def test_what_the_handler_is_told_of_the_episode():
     handler = RecordingHandler()
     browse = {"name": "browse_webpage", "arguments": {"url_list": ["https://a.example/x"]}}
-    sent = [item(0, browse) | {"episode_id": "e1", "allowed_urls": ["https://a.example/x", 3]}, item(1, search("a"))]
+    sent = [item(0, browse) | {"episode_id": "e1", "allowed_urls": {"https://a.example/x": "a"}}, item(1, search("a"))]
     async with client_of(HandlerConfig(), handler) as client:
         reply = await client.post("/handle_execution", json={"query_contents": sent})
     (browsed, _, first), (searched, _, second) = handler.seen
     assert (browsed, searched) == ("browse_webpage", "web_search")
-    assert first == {"episode_id": "e1", "question": "q", "allowed_urls": ["https://a.example/x"]}
+    assert first == {"episode_id": "e1", "question": "q", "allowed_urls": {"https://a.example/x": "a"}}
     assert second == {"episode_id": "", "question": "q", "allowed_urls": None}
     assert "allowed_urls" not in reply.json()["query_contents"][0]
 

@@ -243,6 +243,7 @@ def test_a_long_observation_loses_whole_results_from_the_end(tokenizer):
     observation = json.loads(episode.turns[0].observation)
     assert [len(block["results"]) for block in observation] == [2, 1]
     assert observation[1]["results"] == [{"title": "T0", "text": "word " * 10}]
+    assert [title for title, _ in episode.turns[0].sources] == ["T0", "T1", "T0"]  # only what the policy has seen
     assert episode.turns[0].observation_tokens <= full - 1
 
 
@@ -253,6 +254,7 @@ def test_a_single_result_too_long_is_shortened_to_the_limit(tokenizer):
     ((result),) = block["results"]
     assert result["title"] == "T0" and ("word " * 100_000).startswith(result["text"]) and len(result["text"]) > 50
     assert 95 <= episode.turns[0].observation_tokens <= 100
+    assert [title for title, _ in episode.turns[0].sources] == ["T0"]
 
 
 @pytest.mark.parametrize("limit", [0, 2, 5, 20])

@@ -11,7 +11,6 @@ from scrl.handler.reading_agent.extractive import (
     ExtractiveReader,
     bm25,
     split_sentences,
-    words,
 )
 from scrl.handler.reading_agent.reader import ReadTask
 
@@ -31,11 +30,6 @@ def test_bm25_worked_by_hand():
     assert twice[2] == pytest.approx(expected[2] + idf_red * 1 / (1 + norm(4))) and twice[0] == pytest.approx(
         expected[0]
     )
-
-
-def test_words_are_stems_without_stop_words_and_unspaced_scripts_characters():
-    assert words("The Directors and the DIRECTING Zoë's films") == ["director", "direct", "zoe", "s", "film"]
-    assert words("北京市") == ["北", "京", "市"] and words("\ud800 x") == ["x"] and words("") == []
 
 
 @pytest.mark.parametrize(

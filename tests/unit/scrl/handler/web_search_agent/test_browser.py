@@ -24,6 +24,7 @@ from scrl.handler.web_search_agent.browser import (
     CorpusPages,
     NoPages,
     Page,
+    PageSource,
     WebPages,
     make_source,
     split_views,
@@ -311,12 +312,17 @@ def test_of_a_corpus_too_large_to_hold_what_searches_found_can_be_read(tmp_path,
     corpus.write_text('{"title": "A", "url": "https://a.example/", "text": "one"}\n')
     monkeypatch.setattr("scrl.handler.web_search_agent.browser._LOOKUP_BYTES", 10)
     monkeypatch.setattr("scrl.handler.web_search_agent.browser._SEEN_ROWS", 2)
-    source = CorpusPages(corpus)
-    for name in "abc":
-        source.remember([{"title": name, "url": f"https://{name}.example/", "text": f"text {name}"}])
-    assert source.load("https://c.example", later()) == Page("c", "text c")
-    with pytest.raises(PageError):
-        source.load("https://a.example/", later())
+    chained = {"search_engine": ("local", "duckduckgo"), "cache_mode": "replay", "cache_path": "cache"}
+    for source in (
+        CorpusPages(corpus),
+        make_source(HandlerConfig(index_corpus=str(corpus), **chained), HandlerMetrics()),
+    ):
+        _, browser = make_browser(source)
+        for name in "abc":
+            browser.remember([{"title": name, "url": f"https://{name}.example/", "text": f"text {name}"}])
+        assert source.load("https://c.example", later()) == Page("c", "text c")
+        with pytest.raises(PageError):
+            source.load("https://a.example/", later())
 
 
 def test_where_pages_come_from(tmp_path):
@@ -346,7 +352,7 @@ def test_where_pages_come_from(tmp_path):
 # Reading for an episode.
 
 
-class Pages:
+class Pages(PageSource):
     """A source of pages by URL; an error is raised. ``loads`` counts."""
 
     def __init__(self, **pages: str | PageError) -> None:
@@ -359,8 +365,6 @@ class Pages:
         if isinstance(page, PageError):
             raise page
         return Page("Title", page)
-
-    def close(self) -> None: ...
 
 
 class Recorder:
@@ -408,18 +412,18 @@ def test_no_more_views_than_the_budget():
 
 
 def test_what_no_search_found_is_not_read():
-    source = Pages(a="text")
-    contexts, browser = make_browser(source)
+    source, reader = Pages(a="text"), Recorder()
+    contexts, browser = make_browser(source, reader)
     contexts.record("e", ["https://p.example/b"])
-    for visit in (browser.visit("e", ""), browser.visit("", ""), browser.visit("e", "", ["https://p.example/c"]),
-                  browser.visit("e", "", [])):  # fmt: skip
+    for visit in (browser.visit("e", ""), browser.visit("", ""), browser.visit("e", "", {"https://p.example/c": "q"}),
+                  browser.visit("e", "", {})):  # fmt: skip
         with pytest.raises(PageError) as caught:
             browser.read("https://p.example/a", visit, later())
         assert caught.value.kind == "bad_request" and "search results" in str(caught.value)
     assert source.loads == []
-    assert (
-        browser.read("https://p.example/a", browser.visit("e", "", ["https://P.example/a"]), later())["text"] == "text"
-    )
+    told = browser.visit("e", "", {"https://P.example/a": "what its client remembers"})
+    assert browser.read("https://p.example/a", told, later())["text"] == "text"
+    assert reader.tasks[0].query == "what its client remembers"
     _, unlimited = make_browser(Pages(a="text"), browse_any_url=True)
     assert unlimited.read("https://p.example/a", unlimited.visit("", ""), later())["text"] == "text"
 

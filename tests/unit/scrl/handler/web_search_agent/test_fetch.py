@@ -142,7 +142,7 @@ def test_a_page(serve):
     "url",
     ["ftp://a.example/", "file:///etc/passwd", "javascript:alert(1)", "data:text/html,x", "gopher://a/",
      "//a.example/x", "a.example", "", "http://", "http:///x", "http://[::1", "http://a.example:99999/",
-     "http://a\x00b/", "http://" + "a" * 70000],
+     "http://a\x00b/", "http://" + "a" * 70000, "http://xn--/", "http://xn--a.example/"],
 )  # fmt: skip
 def test_only_http_urls(url):
     with pytest.raises(PageError) as caught:
@@ -187,6 +187,9 @@ def test_a_name_is_looked_up_once_a_connection_and_the_checked_address_is_used(s
 def test_a_redirect_is_followed_and_named(serve):
     server = serve({"/": redirect("/next?x=1"), "/next?x=1": redirect("//other.example:{port}/end"), "/end": PAGE})
     server.replies["/next?x=1"] = redirect(f"//other.example:{server.port}/end")
+    server.replies["/no-name"] = redirect("http://xn--/")
+    assert failure(server, "/no-name").kind == "bad_request"
+    server.asked.clear()
     assert get(server).url == f"http://other.example:{server.port}/end"
     assert f"Host: other.example:{server.port}" in server.asked[2]
 

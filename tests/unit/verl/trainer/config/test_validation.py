@@ -40,6 +40,10 @@ REFUSED = [
         "trainer.async_rollout=1 algorithm.rollout_correction.rollout_is=token algorithm.adv_estimator=remax",
         "remax needs greedy episodes while trainer.async_rollout=1",
     ),
+    (
+        "search.mode=http search.cache_mode=record search.cache_path=c",
+        "cache_mode=record is the server's business where search.mode=http: start .*server_handler.py with",
+    ),
     ("trainer.async_rollout=2", "async_rollout=2 is out of range"),
     ("trainer.experiment_name=a/b", "names a folder, so it can't be empty or hold a slash"),
     ("trainer.experiment_name=..", "names a folder"),
@@ -99,6 +103,10 @@ def test_the_defaults_are_sound():
         ("data.train_files=[x]", "data.val_files is empty"),
         ("actor_rollout_ref.rollout.top_p=0.9", "vLLM gives log-probs of what is left of the distribution"),
         ("actor_rollout_ref.rollout.name=vllm trainer.deterministic=true", "not the last bit .*rollout.name=hf fixes"),
+        (
+            "search.mode=http search.topk=1 search.language=fr search.timeout_s=9",
+            "leaves the search to the server at .*:5004, and search.topk=1, search.language=fr without effect; give",
+        ),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=256", "ppo_mini_batch_size=256 is more than .*; taking 16"),
     ],
 )
