@@ -107,7 +107,9 @@ def actor_memory(shape: ModelShape, config: Config, assumed: Assumptions) -> lis
     ]
     if model.use_lora:
         lines.append(Line("adapter", trained * 4 / ranks / GB, f"rank {rank}: {trained:,} parameters x 4 bytes"))
-    lines.append(Line("gradients", trained * 4 / ranks / GB, "of what is trained, float32"))
+        lines.append(Line("gradients", trained * 4 / GB, "the adapter's, float32, whole until they are reduced"))
+    else:
+        lines.append(Line("gradients", trained * 4 / ranks / GB, "float32, reduced after each micro-batch"))
     lines.append(Line("optimizer", trained * 8 / ranks / GB, "Adam's two moments, float32"))
     embeddings = shape.vocab * shape.hidden * (1 if shape.tied else 2)
     gathered = (embeddings + 2 * shape.layer_parameters) * width

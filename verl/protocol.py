@@ -3,6 +3,7 @@
 Shapes: B rows (episodes); every tensor and every object array has B as its first dimension.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -282,6 +283,7 @@ def _reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     reduced = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = [float(part[name]) for part in parts if name in part]
-        how = max if name.endswith("max") else min if name.endswith("min") else lambda v: sum(v) / len(v)
+        words = re.split("[/_]", name)
+        how = max if "max" in words else min if "min" in words else lambda v: sum(v) / len(v)
         reduced[name] = how(values)
     return reduced

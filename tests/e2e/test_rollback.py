@@ -27,6 +27,8 @@ def test_it_goes_back_to_healthy_weights_on_with_other_questions_and_then_halts(
     assert all(row["alerts/search_depth"] == 1 for row in run.metrics)
     assert any(row["actor/grad_norm"] > 0 for row in run.metrics[:2])  # so the weights had moved when it went back
 
+    moments = load_file(run.folder / "checkpoints/global_step_2/optimizer.safetensors")
+    assert not moments, "those of the step that was rejected go with it"
     start_of_run, after_second = adapter(run.folder, 0), adapter(run.folder, 2)
     assert all((start_of_run[name] == after_second[name]).all() for name in start_of_run)
     assert not (run.folder / "checkpoints/global_step_3").exists(), "what raised the alert is not saved"

@@ -146,5 +146,6 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 def make_deterministic() -> None:
     """One thread and deterministic kernels: the same inputs give the same bits."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers, at each backward
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

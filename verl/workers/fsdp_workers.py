@@ -46,7 +46,8 @@ def attention_name(config: ModelConfig, device: torch.device) -> str:
     """The attention that transformers should use: flash attention where it is installed, else SDPA, packed or not."""
     name = config.attn_implementation
     if name == "auto":
-        flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+        halves = compute_dtype(config, device) in (torch.bfloat16, torch.float16)  # its kernels take nothing else
+        flash = device.type == "cuda" and halves and importlib.util.find_spec("flash_attn") is not None
         name = "flash_attention_2" if flash else "sdpa"
     return PACKED_SDPA if name == "sdpa" and config.use_remove_padding else name
 
@@ -191,6 +192,11 @@ class ActorRefWorker(Worker):
         dist.all_gather_object(generators, rng_state())
         if dist.get_rank() == 0:
             folder, model = Path(path), self.config.actor_rollout_ref.model
+            if not folder.is_dir():
+                raise ValueError(
+                    f"{folder} was made by the trainer and isn't there on the machine of actor rank 0; "
+                    "trainer.default_local_dir must be a folder that all machines share"
+                )
             if model.use_lora:
                 (folder / "adapter").mkdir()
                 save_file(weights, folder / "adapter" / "adapter_model.safetensors", {"format": "pt"})
@@ -215,12 +221,25 @@ class ActorRefWorker(Worker):
         file = folder / ("adapter/adapter_model.safetensors" if use_lora else "model/model.safetensors")
         if not file.is_file():
             raise ValueError(f"{folder} holds no {file.relative_to(folder)}; resume with use_lora={not use_lora}")
+        if use_lora:
+            self._check_adapter(load_json(file.with_name("adapter_config.json")))
         copy_full_state(self._trained(), load_file(file))
         state = load_json(folder / "actor.json")
         self.actor.load_state({"moments": load_file(folder / "optimizer.safetensors")} | state)
         self._rest()
         if len(state["generators"]) == world_size():
             set_rng_state(state["generators"][dist.get_rank()])
+
+    def _check_adapter(self, saved: dict[str, Any]) -> None:
+        """Weights may fit where what they mean doesn't: another alpha scales the whole adapter."""
+        own = peft_config_dict(self.policy)
+        for key, name in {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}.items():
+            before = sorted(saved[key]) if key == "target_modules" else saved[key]
+            if before != own[key]:
+                raise ValueError(
+                    f"actor_rollout_ref.model.{name}={own[key]}, and the checkpoint was written with {before}; resume "
+                    "with that, or start afresh with trainer.resume_mode=disable"
+                )
 
     # --------------------------------------------------------------------------------------------------------- offload
     @contextmanager

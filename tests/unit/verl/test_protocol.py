@@ -145,11 +145,18 @@ def test_repeat_chunk_split_concat_reorder():
 
 def test_concat_reduces_metrics_and_refuses_other_differences():
     parts = [
-        DataProto.from_dict(meta_info={"metrics": {"loss": 1.0, "length/max": 3.0, "length/min": 2.0}, "t": 1}),
-        DataProto.from_dict(meta_info={"metrics": {"loss": 2.0, "length/max": 5.0, "length/min": 1.0, "only": 4}}),
+        DataProto.from_dict(
+            meta_info={"metrics": {"loss": 1.0, "length/max": 3.0, "length/min": 2.0, "max_gb": 3}, "t": 1}
+        ),
+        DataProto.from_dict(
+            meta_info={"metrics": {"loss": 2.0, "length/max": 5.0, "length/min": 1.0, "only": 4, "max_gb": 1}}
+        ),
     ]
     merged = DataProto.concat(parts)
-    assert merged.meta_info == {"t": 1, "metrics": {"loss": 1.5, "length/max": 5.0, "length/min": 1.0, "only": 4.0}}
+    assert merged.meta_info == {
+        "t": 1,
+        "metrics": {"loss": 1.5, "length/max": 5.0, "length/min": 1.0, "max_gb": 3.0, "only": 4.0},
+    }
     parts[1].meta_info["t"] = 2
     with pytest.raises(ValueError, match=r"meta_info\['t'\]"):
         DataProto.concat(parts)

@@ -223,6 +223,11 @@ def _trainer(config: Config) -> Iterator[str]:
             "algorithm.adv_estimator=remax needs greedy episodes while trainer.async_rollout=1 generates the next "
             "batch on the same engines; set async_rollout=0, or another estimator"
         )
+    if model.attn_implementation == "flash_attention_2" and model.dtype == "float32":
+        yield (
+            "actor_rollout_ref.model.attn_implementation=flash_attention_2 computes in 16 bits only; set "
+            "actor_rollout_ref.model.dtype=bfloat16, or attn_implementation=sdpa"
+        )
     if model.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         yield (
             "actor_rollout_ref.model.attn_implementation=flash_attention_2 needs flash-attn, which isn't installed; "
@@ -249,6 +254,11 @@ def _odd(config: Config) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is less than the "
             f"longest episode, {longest} tokens; such an episode makes a micro-batch of its own and needs its memory"
+        )
+    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
+        yield (
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu} has no effect "
+            "beside use_dynamic_bsz=true, which counts tokens (ppo_max_token_len_per_gpu); set use_dynamic_bsz=false"
         )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield "actor_rollout_ref.actor.kl_loss_coef=0: the KL is computed, not used; use_kl_loss=false saves its pass"

@@ -35,7 +35,7 @@ class CurriculumScheduler:
 
     **By step** (``steps`` given): stage i + 1 starts at training step ``steps[i]`` (the first step is 1).
 
-    Disabled, it stays at the defaults. Raises: ValueError where the configuration's parts don't fit one another.
+    Disabled, it stays at the defaults. That the configuration's parts fit one another is for its validation to see.
     """
 
     def __init__(self, config: "CurriculumConfig", default_max_turns: int, default_min_turns: int) -> None:
@@ -43,8 +43,6 @@ class CurriculumScheduler:
         self._stages: tuple[int, ...] = tuple(config.stages) if config.enable else (default_max_turns,)
         own_min_turns = tuple(config.min_turns) if config.enable else ()
         self._min_turns = own_min_turns or (default_min_turns,) * len(self._stages)
-        if config.enable:
-            _check(config, self._min_turns)
         self._history: deque[float] = deque(maxlen=config.window)
         self._below = 0
         self._lost = [0] * (len(self._stages) - 1)  # how often the stage behind each gate was left by roll-back
@@ -165,31 +163,3 @@ class CurriculumScheduler:
         self._stage, self._below = int(state["stage"]), int(state["below"])
         self._lost = [int(times) for times in state["lost"]]
         self._history = deque((float(f1) for f1 in state["history"]), maxlen=self._config.window)
-
-
-def _check(config: "CurriculumConfig", min_turns: tuple[int, ...]) -> None:
-    stages, gates = list(config.stages), len(config.stages) - 1
-    if not stages or stages[0] < 1 or any(a >= b for a, b in zip(stages, stages[1:], strict=False)):
-        raise ValueError(f"curriculum.stages={stages} must be one or more rising numbers of turns, such as [1,3,6]")
-    if len(min_turns) != len(stages):
-        raise ValueError(f"curriculum.min_turns={list(min_turns)} needs one value for each of the stages {stages}")
-    for low, high in zip(min_turns, stages, strict=True):
-        if not 0 <= low <= high:
-            raise ValueError(
-                f"min_turns={low} in a stage of {high} tool turns would penalise every answer, or is negative; "
-                f"choose curriculum.min_turns between 0 and {high} there"
-            )
-    if config.steps:
-        steps = list(config.steps)
-        if len(steps) != gates or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
-            raise ValueError(f"curriculum.steps={steps} needs {gates} rising steps, one for each stage but the first")
-    elif len(config.thresholds) != gates:
-        raise ValueError(
-            f"curriculum.thresholds={list(config.thresholds)} has {len(config.thresholds)} values; {len(stages)} "
-            f"stages need {gates}, one for each promotion"
-        )
-    if config.window < 1 or config.patience < 1 or config.hysteresis < 0:
-        raise ValueError(
-            f"curriculum.window={config.window} and patience={config.patience} must be at least 1, "
-            f"hysteresis={config.hysteresis} at least 0"
-        )

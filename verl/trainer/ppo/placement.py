@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-import torch
+import ray
 
 from verl.single_controller import ResourcePool, WorkerGroup
 from verl.trainer.config.schema import Config
@@ -17,7 +17,8 @@ def start_workers(config: Config) -> tuple[WorkerGroup, RolloutPool, dict[str, i
     An engine over several cards (``tensor_model_parallel_size``) has these to itself. Returns the actor, the rollout
     workers, and counts of ``parameters`` and ``trainable_parameters``. ValueError where the cards can't hold them all.
     """
-    trainer, rollout, gpu = config.trainer, config.actor_rollout_ref.rollout, torch.cuda.is_available()
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    gpu = ray.cluster_resources().get("GPU", 0) > 0  # the cluster's: the driver's machine may have none
     threads = {} if gpu else {"OMP_NUM_THREADS": "1"}
     share, cards = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
     shared = not gpu or cards == 1

@@ -223,7 +223,8 @@ class RayPPOTrainer:
             best = f"; the last healthy checkpoint is {folder}" if folder else ""
             self.tracking.say(f"halted {why}: {self.monitor.complaint}{best}", warn=True)
             return False
-        self._updating, self._ahead = True, None  # what the rejected weights have generated goes with them
+        self._updating = True
+        self._drop_ahead()  # what the rejected weights have generated goes with them
         self.actor.load_checkpoint(str(folder))
         self.curriculum.load_state_dict(load_json(folder / "trainer.json")["curriculum"])
         self.sync(self.step)
@@ -234,6 +235,12 @@ class RayPPOTrainer:
             f"rolled back to {folder.name} ({self._rollbacks} of at most {limit}), on with other questions", warn=True
         )
         return True
+
+    def _drop_ahead(self) -> None:
+        """Without the batch generated ahead; its questions come again, as they do in a run that resumes."""
+        if self._ahead is not None:
+            self._ahead = None
+            self.stream.load_state_dict(self._stream_state)
 
     def _due(self, every: int, total: int) -> bool:
         return self.step == total or bool(every and self.step % every == 0)
@@ -260,7 +267,7 @@ class RayPPOTrainer:
                     batch = batch.union(self.actor.compute_ref_log_prob(self._inputs(batch)))
             if self.config.algorithm.adv_estimator == "remax":
                 with watch("gen_max"):
-                    batch.batch["baselines"] = self._greedy_returns(batch, sample.questions, step)
+                    batch.batch["baselines"] = self._greedy_returns(sample, step)
             with watch("adv"):
                 self.advantage(batch)
             self.interrupt.heed()  # nothing of this step has reached the weights yet
@@ -412,10 +419,11 @@ class RayPPOTrainer:
         batch.batch["old_log_probs"] = updated.batch["old_log_probs"][order.argsort()]
         return updated.meta_info["metrics"]
 
-    def _greedy_returns(self, batch: DataProto, questions: Sequence[Question], step: int) -> torch.Tensor:
+    def _greedy_returns(self, sample: Sample, step: int) -> torch.Tensor:
         """ReMax's baseline (Li et al. 2023): (B,) the return of the greedy episode of each row's question."""
+        batch = sample.batch
         requests = group_requests(
-            questions,
+            sample.questions,
             n=1,
             step=step,
             max_turns=self.curriculum.max_turns,
@@ -431,6 +439,11 @@ class RayPPOTrainer:
             episodes, longest, min_turns=self.curriculum.min_turns, discount=self.config.algorithm.gamma
         )
         by_uid = {episode.uid: value for episode, value in zip(episodes, info["return"], strict=True)}
+        for episode, valid in zip(episodes, info["valid"], strict=True):
+            if not valid:  # it failed, which says nothing of the question: its group's own mean is the baseline
+                log.warning("the greedy episode of %s failed (%s)", episode.uid, episode.error)
+                group = sample.info["valid"] & (batch.non_tensor_batch["uid"] == episode.uid)
+                by_uid[episode.uid] = float(sample.info["return"][group].mean()) if group.any() else 0.0
         return torch.tensor([by_uid[uid] for uid in batch.non_tensor_batch["uid"]], dtype=torch.float32)
 
     def sync(self, version: int) -> None:

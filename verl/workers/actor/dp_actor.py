@@ -144,6 +144,8 @@ class DataParallelPPOActor:
                 with_entropy,
             )
             log_probs[rows], entropies[rows] = part
+        if isinstance(self.model, FSDPModule):  # without a backward the root would stay gathered, and not be itself
+            self.model.reshard()
         return log_probs, entropies
 
     def _micro_batches(self, needed: torch.Tensor, rows: list[int]) -> list[list[int]]:
@@ -221,8 +223,10 @@ class DataParallelPPOActor:
         denominators = Denominators(tokens, sequences, counts.max_length)
         micro_batches = self._micro_batches(batch["needed"], rows)
         self.optimizer.zero_grad(set_to_none=True)
+        adapter = isinstance(self.model.model, PeftModel)
         for number, part in enumerate(micro_batches):
-            if isinstance(self.model, FSDPModule):  # gradients add up here and travel once
+            if isinstance(self.model, FSDPModule) and adapter:
+                # They add up here, whole, and travel once. A whole model's gradients are more than a rank can hold.
                 self.model.set_requires_gradient_sync(number == len(micro_batches) - 1)
             loss = self._loss(batch, part, temperature, entropy_coeff, denominators, sums)
             (loss * world_size()).backward()  # FSDP averages over ranks what is a sum
@@ -408,6 +412,7 @@ class DataParallelPPOActor:
                     "resume with the model and lora_rank that wrote the checkpoint"
                 )
             moments[name][moment] = like(trained[name], value) if value.dim() else value
+        self.optimizer.state.clear()  # a state from before the first step has no moments, and these are its moments
         for name, values in moments.items():
             self.optimizer.state[trained[name]] = values
         self.steps, self.skipped_in_a_row = state["steps"], state["skipped"]

@@ -264,7 +264,8 @@ class VLLMEngine:
 
     async def _update(self, weights: dict[str, Any], version: int) -> None:
         await self._engine.pause_generation(mode="wait", clear_cache=True)
-        with tempfile.TemporaryDirectory(prefix="miniresearcher-", dir=_memory_folder()) as folder:
+        size = sum(tensor.nbytes for tensor in weights["weights"].values())
+        with tempfile.TemporaryDirectory(prefix="miniresearcher-", dir=_memory_folder(size)) as folder:
             if weights["peft_config"] is None:
                 await self._load_full(Path(folder), weights["weights"])
             else:
@@ -306,10 +307,10 @@ def _lora_rank(rank: int) -> int:
     return min(fitting)
 
 
-def _memory_folder() -> str | None:
-    """Where files are memory: Linux's; elsewhere the system's temporary folder."""
+def _memory_folder(size: int) -> str | None:
+    """Where files are memory, if ``size`` bytes fit: Linux's; else the system's temporary folder."""
     shm = "/dev/shm"
-    return shm if os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 1 << 30 else None
+    return shm if os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > size + (64 << 20) else None
 
 
 def _end_with_parent() -> None:

@@ -1,5 +1,6 @@
 """The actor worker in this process, one rank on gloo: full fine-tuning, precisions, refusals."""
 
+import importlib.util
 import json
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from tests.tiny import LORA, tiny_model
 from tests.tiny import VOCAB as V
 from verl.protocol import DataProto
 from verl.trainer.config.schema import ActorConfig, ActorRolloutRefConfig, Config, DataConfig, FsdpConfig, ModelConfig
-from verl.workers.fsdp_workers import ActorRefWorker, load_causal_lm
+from verl.workers.fsdp_workers import ActorRefWorker, attention_name, load_causal_lm
 
 B, P, R = 4, 5, 8
 
@@ -145,10 +146,64 @@ def test_a_checkpoint_of_another_adapter_is_refused(start, tmp_path):
     first, second, full = start(), start(replace(LORA, lora_rank=2)), start(ModelConfig(use_lora=False))
     first.update_actor(with_log_probs(first))
     first.save_checkpoint(str(tmp_path))
-    with pytest.raises(ValueError, match="resume with the lora_rank"):
+    with pytest.raises(ValueError, match="lora_rank=2, and the checkpoint was written with 4; resume with that"):
         second.load_checkpoint(str(tmp_path))
     with pytest.raises(ValueError, match="use_lora=True"):
         full.load_checkpoint(str(tmp_path))
+    louder = start(replace(LORA, lora_alpha=16))  # its weights would fit
+    with pytest.raises(ValueError, match="lora_alpha=16, and the checkpoint was written with 8; resume with that"):
+        louder.load_checkpoint(str(tmp_path))
+
+
+def test_a_folder_that_only_the_driver_has_is_said(start, tmp_path):
+    with pytest.raises(ValueError, match="default_local_dir must be a folder that all machines share"):
+        start().save_checkpoint(str(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("model", [LORA, ModelConfig(use_lora=False)], ids=["lora", "full"])
+def test_going_back_to_before_the_first_step_forgets_the_moments(start, tmp_path, model):
+    worker, other = start(model), start(model)
+    worker.save_checkpoint(str(tmp_path))
+    data = with_log_probs(worker)
+    worker.update_actor(data)
+    worker.load_checkpoint(str(tmp_path))
+    assert worker.actor.gather_state() == {"moments": {}, "steps": 0, "skipped": 0}
+    worker.update_actor(data)
+    other.update_actor(data)
+    left, right = (one.export_weights()["weights"] for one in (worker, other))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("last", ["log-probs", "displacement"])
+def test_a_pass_without_a_backward_leaves_the_whole_model_to_save(start, tmp_path, dtype, last):
+    """FSDP keeps the root gathered after it: embedding and norm would be copies, in the precision of the pass."""
+    actor = {"use_kl_loss": False, "llds_after_update": last == "displacement"}
+    worker = start(ModelConfig(use_lora=False, dtype=dtype), **actor)
+    worker.update_actor(with_log_probs(worker))
+    if last == "log-probs":
+        worker.compute_log_prob(episodes())
+    assert {p.dtype for p in worker._trained().values()} == {torch.float32}
+    trained = worker.actor.gather_state()["moments"]
+    assert len(trained) == 3 * len(worker._trained()), "moments and step of every parameter"
+    worker.save_checkpoint(str(tmp_path))
+    saved = worker.export_weights()["weights"]
+    worker.update_actor(with_log_probs(worker))
+    if last == "log-probs":
+        worker.compute_log_prob(episodes())
+    worker.load_checkpoint(str(tmp_path))
+    back = worker.export_weights()["weights"]
+    assert all(torch.equal(back[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("float32", "sdpa"), ("auto", "flash_attention_2"), ("float16", "flash_attention_2")]
+)
+def test_flash_attention_is_taken_where_its_kernels_can_compute(monkeypatch, dtype, name):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
+    model = ModelConfig(dtype=dtype, use_remove_padding=False)
+    assert attention_name(model, torch.device("cuda")) == name
+    assert attention_name(model, torch.device("cpu")) == "sdpa"
 
 
 def test_a_wrong_path_is_one_sentence():

@@ -44,6 +44,10 @@ REFUSED = [
         "search.mode=http search.cache_mode=record search.cache_path=c",
         "cache_mode=record is the server's business where search.mode=http: start .*server_handler.py with",
     ),
+    (
+        "actor_rollout_ref.model.attn_implementation=flash_attention_2 actor_rollout_ref.model.dtype=float32",
+        "attn_implementation=flash_attention_2 computes in 16 bits only",
+    ),
     ("trainer.async_rollout=2", "async_rollout=2 is out of range"),
     ("trainer.experiment_name=a/b", "names a folder, so it can't be empty or hold a slash"),
     ("trainer.experiment_name=..", "names a folder"),
@@ -77,6 +81,7 @@ def test_impossible_combinations_are_refused(line, message):
         "curriculum.enable=true",
         "curriculum.enable=true curriculum.steps=[5,9] curriculum.thresholds=[]",
         "curriculum.thresholds=[0.2]",
+        "curriculum.enable=true reward_model.min_turns=2 reward_model.use_early_stop_penalty=false",
         "trainer.async_rollout=1 algorithm.rollout_correction.rollout_is=sequence",
     ],
 )
@@ -100,6 +105,10 @@ def test_the_defaults_are_sound():
         ("monitor.max_llds=0.01", "max_llds=0.01 watches nothing .*llds_after_update=true measures"),
         ("actor_rollout_ref.actor.llds_coef=0.1", "llds_coef=0.1 has no effect where a batch is one optimizer step"),
         ("actor_rollout_ref.actor.kl_loss_coef=0", "use_kl_loss=false saves its pass"),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+            "ppo_micro_batch_size_per_gpu=2 has no effect beside use_dynamic_bsz=true",
+        ),
         ("data.train_files=[x]", "data.val_files is empty"),
         ("actor_rollout_ref.rollout.top_p=0.9", "vLLM gives log-probs of what is left of the distribution"),
         ("actor_rollout_ref.rollout.name=vllm trainer.deterministic=true", "not the last bit .*rollout.name=hf fixes"),

@@ -1,10 +1,14 @@
 """Parts of the trainer that need no workers: what has no reward, noise, and where to go back to."""
 
+from concurrent.futures import Future
+from dataclasses import replace
+
 import pytest
 
 from scrl.types import Episode, Turn
 from verl.trainer.config import load_config
 from verl.trainer.ppo.batch import assemble
+from verl.trainer.ppo.dynamic_sampling import Sample
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint import save_json
 
@@ -44,6 +48,37 @@ def test_an_episode_that_the_users_reward_failed_on_teaches_nothing(trainer, tmp
 
     with pytest.raises(ValueError, match=r"mine.py:reward failed on every episode.*ConnectionError: the judge is down"):
         made.reward(assemble(episodes[1:2], 0), episodes[1:2])
+
+
+def test_a_greedy_episode_that_failed_gives_its_group_the_mean_as_baseline(trainer, caplog):
+    """Not 0, which would make every episode of the group better than expected."""
+    made = trainer("algorithm.adv_estimator=remax", "reward_model.use_pbrs=false", "reward_model.format_score=0")
+    episodes = [answered(text, i) for i, text in enumerate(("Paris", "Rome", "Oslo", "Paris"))]
+    episodes += [replace(answered(text, i), uid="1-1", index=1) for i, text in enumerate(("Paris", "Rome"))]
+    batch = assemble(episodes, 0)
+    sample = Sample([made.train_set[0], made.train_set[1]], episodes, batch, made.reward(batch, episodes))
+    made._play = lambda requests: [
+        replace(answered(""), turns=[], finish="error", error="the engine died"),
+        replace(answered("Paris"), uid="1-1", index=1),
+    ]
+    returns = sample.info["return"].tolist()
+    assert returns[0] == returns[3] > returns[1] == returns[2]
+    baselines = made._greedy_returns(sample, 1).tolist()
+    assert baselines == pytest.approx([sum(returns[:4]) / 4] * 4 + [returns[0]] * 2)
+    assert "the greedy episode of 1-0 failed (the engine died)" in caplog.text
+
+
+def test_what_was_generated_ahead_is_dropped_and_its_questions_come_again(trainer):
+    made = trainer("trainer.async_rollout=1", "algorithm.rollout_correction.rollout_is=token")
+    made.stream.next_batch(8)
+    made._stream_state = made.stream.state_dict()
+    ahead = [question.question for question in made.stream.next_batch(8)]
+    made._drop_ahead()
+    after = made.stream.state_dict()
+    assert after != made._stream_state, "nothing is under way, so nothing is taken back"
+    made._ahead = Future()
+    made._drop_ahead()
+    assert made._ahead is None and [question.question for question in made.stream.next_batch(8)] == ahead
 
 
 def test_noise_is_of_the_training_questions_the_same_for_a_step_and_grows(trainer):
