@@ -2,13 +2,15 @@
 
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import cloudpickle
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.tiny import LORA, P, R, tiny_episodes, tiny_model
 from tests.tiny import VOCAB as V
@@ -35,6 +37,7 @@ B = 7  # 7 episodes: 2 ranks need a pad row
 def model_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a model")
     tiny_model().save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(folder)
     return str(folder)
 
 
@@ -60,19 +63,23 @@ class BreakableWorker(ActorRefWorker):
 @pytest.fixture(scope="module")
 def groups(model_path):
     """1 rank and 2 ranks of the same run, each with its adapter."""
-    config = make_config(model_path)
-    with connect(RayConfig(num_cpus=4)):
-        pools = [ResourcePool(n, cpu_per_process=0.5) for n in (1, 2)]
-        made = [WorkerGroup(BreakableWorker, pool, config, env_vars={"OMP_NUM_THREADS": "1"}) for pool in pools]
-        for group in made:
-            group.init_model()
+    with connect(RayConfig(num_cpus=4)), groups_of(make_config(model_path)) as made:
         yield made
-        for group, pool in zip(made, pools, strict=True):
-            group.shutdown()
-            pool.release()
 
 
-def make_config(path):
+@contextmanager
+def groups_of(config):
+    pools = [ResourcePool(n, cpu_per_process=0.5) for n in (1, 2)]
+    made = [WorkerGroup(BreakableWorker, pool, config, env_vars={"OMP_NUM_THREADS": "1"}) for pool in pools]
+    for group in made:
+        group.init_model()
+    yield made
+    for group, pool in zip(made, pools, strict=True):
+        group.shutdown()
+        pool.release()
+
+
+def make_config(path, **model):
     actor = ActorConfig(
         ppo_mini_batch_size=B,
         ppo_max_token_len_per_gpu=30,  # several micro-batches, not as many on both ranks
@@ -80,7 +87,7 @@ def make_config(path):
         kl_loss_coef=0.1,
         optim=OptimConfig(lr=1e-2),
     )
-    model = replace(LORA, path=path)
+    model = replace(LORA, path=path, **model)
     return Config(
         data=DataConfig(max_response_length=R),
         actor_rollout_ref=ActorRolloutRefConfig(model=model, actor=actor),
@@ -215,6 +222,24 @@ def test_resume_on_another_number_of_ranks(groups, start, tmp_path):
     assert_close(weights(one), weights(two), atol=0, rtol=0)
     one.update_actor(episodes(1)), two.update_actor(episodes(1))
     assert_close(weights(one), weights(two), atol=1e-5, rtol=1e-3)
+
+
+def test_full_fine_tuning_is_the_same_on_1_and_2_ranks(groups, model_path, tmp_path):
+    """Gradients are reduced after each micro-batch. Written by 2 ranks after a pass without a backward, read by 1."""
+    with groups_of(make_config(model_path, use_lora=False)) as (one, two):
+        before = weights(one)
+        for step in range(2):
+            left, right = (update(group, episodes(step)) for group in (one, two))
+            assert left["actor/grad_norm"] > 0.01 and right == pytest.approx(left, rel=1e-3, abs=1e-6)
+        after = weights(one)
+        assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
+        assert_close(weights(two), after, atol=1e-5, rtol=1e-3)
+        two.compute_log_prob(episodes())
+        two.save_checkpoint(str(tmp_path))
+        restart(one, tmp_path)
+        assert_close(weights(one), weights(two), atol=0, rtol=0)
+        assert update(one, episodes(2)) == pytest.approx(update(two, episodes(2)), rel=1e-3, abs=1e-6)
+        assert_close(weights(one), weights(two), atol=1e-5, rtol=1e-3)
 
 
 def test_nothing_in_a_checkpoint_is_pickled(start):
