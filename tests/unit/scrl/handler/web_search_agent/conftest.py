@@ -11,6 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from scrl.handler.metrics import HandlerMetrics
+
 
 @dataclass
 class Received:
@@ -132,3 +134,8 @@ def clock() -> FakeClock:
 def reply() -> Callable[..., bytes]:
     """reply(status, body, *header lines) -> the bytes of an HTTP reply."""
     return http
+
+
+@pytest.fixture
+def metrics() -> HandlerMetrics:
+    return HandlerMetrics()

@@ -2,176 +2,25 @@
 
 import gzip
 import json
-import logging
 import resource
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
-from scrl.handler.config import HandlerConfig
-from scrl.handler.metrics import HandlerMetrics
-from scrl.handler.web_search_agent.remote import RemoteBackend
-from scrl.handler.web_search_agent.resilience import Guard
 from scrl.handler.web_search_agent.search_api import BACKENDS, SearchError
-
-KEY = "sk-very/secret+key=1"
-HITS = [
-    ("Tarnow", "https://w.org/wiki/Tarnow", "A town on the river Sel."),
-    ("Sel (river)", "https://w.org/wiki/Sel", "Höhe 12 m; 北京 & more"),
-]
-ROWS = [dict(zip(("title", "url", "text"), hit, strict=True)) for hit in HITS]
-
-
-def items(title: str, url: str, text: str, **more: Any) -> list[dict[str, Any]]:
-    return [{title: hit[0], url: hit[1], text: hit[2], **more} for hit in HITS]
-
-
-def contents(title: str, text: str) -> dict[str, str]:
-    return {"id": "12", "contents": f'"{title}"\n{text}'}
-
-
-@dataclass
-class Protocol:
-    """One engine's replies in the shapes recorded from it, and what a request to it must hold."""
-
-    found: Any
-    nothing: Any
-    asks: Callable[[Any], Any]  # received -> (query, results wanted, key)
-    asked: tuple[Any, ...] = ("who", 2, KEY)
-    path: str = ""
-    localised: dict[str, str] = field(default_factory=dict)  # what region=de, language=zh adds
-    rows: list[dict[str, str]] = field(default_factory=lambda: ROWS)
-
-
-def page(*hits: tuple[str, str, str]) -> str:
-    """DuckDuckGo's HTML page."""
-    results = "".join(
-        f'<div class="result results_links results_links_deep web-result"><div class="links_main result__body">'
-        f'<h2 class="result__title"><a rel="nofollow" class="result__a" href="{url}">{title}</a></h2>'
-        f'<div class="result__extras"><a class="result__url" href="{url}"> w.org </a></div>'
-        f'<a class="result__snippet" href="{url}">{text}</a></div></div>'
-        for title, url, text in hits
-    )
-    none = "" if hits else '<div class="no-results">No results found for <b>who</b></div>'
-    title = "<title>who at DuckDuckGo</title>"
-    return f'<!DOCTYPE html><html><head>{title}</head><body><div id="links">{results}{none}</div></body></html>'
-
-
-def form(body: bytes) -> dict[str, str]:
-    return dict(parse_qsl(body.decode(), keep_blank_values=True))
-
-
-PROTOCOLS: dict[str, Protocol] = {
-    "retriever": Protocol(
-        found={"result": [[{"document": contents(t, x) | {"url": u}, "score": 0.8} for t, u, x in HITS]]},
-        nothing={"result": [[]]},
-        asks=lambda r: (*r.json["queries"], r.json["topk"], r.json["return_scores"]),
-        asked=("who", 2, True),
-        path="/retrieve",
-    ),
-    "searxng": Protocol(
-        found={"query": "who", "number_of_results": 0, "results": items("title", "url", "content", engine="google")},
-        nothing={"query": "who", "number_of_results": 0, "results": [], "answers": [], "unresponsive_engines": []},
-        asks=lambda r: (r.params["q"], r.params["format"]),
-        asked=("who", "json"),
-        path="/search",
-        localised={"language": "zh"},
-    ),
-    "google": Protocol(
-        found={
-            "searchParameters": {"q": "who"},
-            "organic": items("title", "link", "snippet", position=1),
-            "credits": 1,
-        },
-        nothing={"searchParameters": {"q": "who"}, "organic": [], "credits": 1},
-        asks=lambda r: (r.json["q"], r.json["num"], r.headers["x-api-key"]),
-        path="/search",
-        localised={"gl": "de", "hl": "zh"},
-    ),
-    "serpapi": Protocol(
-        found={"search_metadata": {"status": "Success"}, "organic_results": items("title", "link", "snippet")},
-        nothing={
-            "search_metadata": {"status": "Success"},
-            "search_information": {"organic_results_state": "Fully empty"},
-            "error": "Google hasn't returned any results for this query.",
-        },
-        asks=lambda r: (r.params["q"], int(r.params["num"]), r.params["api_key"]),
-        path="/search.json",
-        localised={"gl": "de", "hl": "zh"},
-    ),
-    "bing": Protocol(
-        found={"_type": "SearchResponse", "webPages": {"value": items("name", "url", "snippet")}},
-        nothing={"_type": "SearchResponse", "queryContext": {"originalQuery": "who"}},
-        asks=lambda r: (r.params["q"], int(r.params["count"]), r.headers["ocp-apim-subscription-key"]),
-        path="/v7.0/search",
-        localised={"cc": "de", "setLang": "zh"},
-    ),
-    "duckduckgo": Protocol(
-        found=page(*HITS),
-        nothing=page(),
-        asks=lambda r: (form(r.body)["q"], form(r.body)["l"]),
-        asked=("who", "wt-wt"),
-        path="/html/",
-        localised={"l": "de-zh"},
-    ),
-    "baidu": Protocol(
-        found={"request_id": "1", "references": items("title", "url", "content", id=1, type="web", web_anchor="w")},
-        nothing={"request_id": "1", "references": []},
-        asks=lambda r: (
-            r.json["messages"][0]["content"],
-            r.json["resource_type_filter"][0]["top_k"],
-            r.headers["authorization"].removeprefix("Bearer "),
-        ),
-        path="/v2/ai_search/web_search",
-    ),
-    "tavily": Protocol(
-        found={
-            "query": "who",
-            "answer": None,
-            "results": items("title", "url", "content", score=0.9, raw_content=None),
-        },
-        nothing={"query": "who", "answer": None, "results": []},
-        asks=lambda r: (r.json["query"], r.json["max_results"], r.headers["authorization"].removeprefix("Bearer ")),
-        path="/search",
-    ),
-    "brave": Protocol(
-        found={
-            "type": "search",
-            "web": {
-                "results": [
-                    {
-                        "title": t,
-                        "url": u,
-                        "description": x.replace("river", "<strong>river</strong>").replace("&", "&amp;"),
-                    }
-                    for t, u, x in HITS
-                ]
-            },
-        },
-        nothing={"type": "search", "query": {"original": "who"}, "mixed": {}},
-        asks=lambda r: (r.params["q"], int(r.params["count"]), r.headers["x-subscription-token"]),
-        path="/res/v1/web/search",
-        localised={"country": "DE", "search_lang": "zh-hans"},
-    ),
-    "proxy": Protocol(
-        found={"query": "who", "results": items("title", "url", "content")},
-        nothing={"query": "who", "results": []},
-        asks=lambda r: (r.params["q"], r.params["format"], r.headers["authorization"].removeprefix("Bearer ")),
-        asked=("who", "json", KEY),
-        path="/search",  # which language it searches in is what it was started with
-    ),
-}
-
-
-def encoded(body: Any) -> bytes:
-    return (body if isinstance(body, str) else json.dumps(body)).encode()
+from tests.unit.scrl.handler.web_search_agent.protocols import (
+    PROTOCOLS,
+    Protocol,
+    counts,
+    encoded,
+    failure,
+    form,
+    made,
+)
 
 
 def test_every_engine_on_the_network_is_here():
@@ -189,38 +38,11 @@ def protocol(name) -> Protocol:
 
 
 @pytest.fixture
-def metrics() -> HandlerMetrics:
-    return HandlerMetrics()
-
-
-@pytest.fixture
 def backend(name, server, clock, metrics, monkeypatch):
     """The engine, its clock the fake one: no wait is slept, and ``clock() + s`` is a deadline in s seconds."""
-    backend = _made(name, server, clock, metrics, monkeypatch)
+    backend = made(name, server, clock, metrics, monkeypatch)
     yield backend
     backend.close()
-
-
-def _made(name, server, clock, metrics, monkeypatch, **config: Any) -> RemoteBackend:
-    for variable in ("SERPER_API_KEY", "SERPAPI_API_KEY", "BING_SEARCH_KEY", "QIANFAN_API_KEY", "TAVILY_API_KEY"):
-        monkeypatch.setenv(variable, KEY)
-    monkeypatch.setenv("BRAVE_API_KEY", KEY)
-    monkeypatch.setenv("SCRL_TOKEN", KEY)
-    guard = Guard if clock is None else partial(Guard, clock=clock, sleep=clock.sleep)
-    return BACKENDS[name](HandlerConfig(**config), metrics, url=server.url, guard=guard)
-
-
-def counts(metrics: HandlerMetrics, name: str) -> dict[str, float]:
-    prefix = f"search/backend/{name}/"
-    return {key.removeprefix(prefix): value for key, value in metrics.as_dict().items() if key.startswith(prefix)}
-
-
-def failure(backend, deadline: float) -> SearchError:
-    with pytest.raises(SearchError) as caught:
-        backend.search("who", 2, deadline)
-    assert str(caught.value).startswith(f"{backend.name} ") and KEY not in str(caught.value)
-    assert ("retired" in str(caught.value)) == (backend.name == "bing")
-    return caught.value
 
 
 # What it asks and what it finds.
@@ -244,7 +66,7 @@ def test_nothing_found_is_no_error(backend, name, protocol, server, clock, reply
 def test_region_and_language_are_asked_for_and_part_of_the_cache_scope(
     name, protocol, server, clock, reply, metrics, monkeypatch
 ):
-    backend = _made(name, server, clock, metrics, monkeypatch, region="de", language="zh")
+    backend = made(name, server, clock, metrics, monkeypatch, region="de", language="zh")
     server.script = [reply(200, encoded(protocol.found))]
     backend.search("who", 2, clock() + 30)
     backend.close()
@@ -269,7 +91,7 @@ def test_a_policys_query_can_be_anything(backend, protocol, server, clock, reply
 
 
 def test_many_threads_get_their_own_answers(name, protocol, server, metrics, monkeypatch):
-    backend = _made(name, server, None, metrics, monkeypatch, rate_limit=1000.0)
+    backend = made(name, server, None, metrics, monkeypatch, rate_limit=1000.0)
 
     def echo(connection, request):
         query = str(protocol.asks(request)[0])
@@ -514,78 +336,3 @@ def test_json_of_any_shape_is_rows_or_a_bad_reply(backend, name, server, clock, 
             assert error.kind in ("bad_reply", "no_backend")
         clock.now += 31  # past an open breaker
     assert len(server.received) >= len(bodies) - 1
-
-
-# What only one engine does.
-
-
-def test_retriever_without_scores_and_with_titles(server, clock, reply, metrics, monkeypatch):
-    backend = _made("retriever", server, clock, metrics, monkeypatch)
-    documents = [contents("Tarnow", "A town.\nOn a river."), {"title": "Sel", "text": "A river.", "url": "u"}]
-    server.script = [reply(200, encoded({"result": [documents]}))]
-    assert backend.search("who", 2, clock() + 30) == [
-        {"title": "Tarnow", "url": "", "text": "A town.\nOn a river."},
-        {"title": "Sel", "url": "u", "text": "A river."},
-    ]
-    assert backend.cache_scope == f"retriever|{server.url}/retrieve"
-    backend.close()
-
-
-def test_searxng_whose_engines_are_silent_is_an_error_not_an_empty_result(server, clock, reply, metrics, monkeypatch):
-    backend = _made("searxng", server, clock, metrics, monkeypatch)
-    silent = [["google", "CAPTCHA"], ["brave", "timeout"]]
-    found = PROTOCOLS["searxng"].found
-    server.script = [
-        reply(200, encoded({"results": [], "unresponsive_engines": silent})),
-        reply(200, encoded(found | {"unresponsive_engines": silent})),
-        reply(403, b"<html>Forbidden"),
-    ]
-    assert "didn't answer (google: CAPTCHA, brave: timeout)" in str(failure(backend, clock() + 30))
-    assert backend.search("who", 2, clock() + 30) == ROWS
-    assert "add json to search.formats" in str(failure(backend, clock() + 30))
-    backend.close()
-
-
-def test_errors_under_status_200_and_an_empty_account(server, clock, reply, metrics, monkeypatch):
-    cases = [
-        ("serpapi", 200, {"error": "Your searches for the month have run out."}, "bad_reply", "searches for the month"),
-        ("baidu", 200, {"code": "quota", "message": "daily limit"}, "bad_reply", "reports quota: daily limit"),
-        ("google", 400, {"message": "Not enough credits", "statusCode": 400}, "no_backend", "Not enough credits"),
-        ("duckduckgo", 202, {}, "rate_limited", "a check for robots"),
-    ]
-    for engine, status, body, kind, said in cases:
-        backend = _made(engine, server, clock, metrics, monkeypatch)
-        server.script = [reply(status, encoded(body))]
-        error = failure(backend, clock() + 30)
-        assert error.kind == kind and said in str(error)
-        backend.close()
-
-
-def test_the_key_is_in_no_log_though_serpapi_takes_it_in_the_address(
-    server, clock, reply, metrics, monkeypatch, caplog
-):
-    backend = _made("serpapi", server, clock, metrics, monkeypatch)
-    server.script = [reply(500, KEY.encode()), server.reset, reply(200, encoded({"organic_results": [{"title": KEY}]}))]
-    with caplog.at_level(logging.INFO):
-        assert backend.search("who", 2, clock() + 30) == [{"title": "***", "url": "", "text": ""}]
-    backend.close()
-    assert KEY not in caplog.text and "sk-very" not in caplog.text and "sk-very" not in repr(backend)
-
-
-def test_brave_loses_its_markup_and_nothing_else(server, clock, reply, metrics, monkeypatch):
-    backend = _made("brave", server, clock, metrics, monkeypatch)
-    hit = {"title": "a < b and c > d", "url": "u", "description": "x<y, 1 <2> 3, <strong>so</strong>&lt;i&gt;<br/>."}
-    server.script = [reply(200, encoded({"web": {"results": [hit]}}))]
-    assert backend.search("who", 2, clock() + 30) == [
-        {"title": "a < b and c > d", "url": "u", "text": "x<y, 1 <2> 3, so<i>."}
-    ]
-    backend.close()
-
-
-def test_rate_limit_of_the_configuration_replaces_the_engines_own(server, clock, reply, metrics, monkeypatch):
-    backend = _made("brave", server, clock, metrics, monkeypatch, rate_limit=0.5)
-    server.script = [reply(200, encoded(PROTOCOLS["brave"].found))]
-    for _ in range(3):
-        backend.search("who", 2, clock() + 30)
-    backend.close()
-    assert clock.sleeps == [2.0, 2.0]
