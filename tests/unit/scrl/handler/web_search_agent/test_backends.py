@@ -227,12 +227,12 @@ LAYERED = gzip.compress(gzip.compress(b"\0" * 200_000_000))  # 200 MB in a kilob
 
 
 def test_a_bomb_in_layers_is_not_unpacked(name, backend, server, clock, reply):
-    if name == "duckduckgo":
-        pytest.skip("its transport unpacks one layer by itself")
     server.script = [reply(200, LAYERED, "Content-Encoding: gzip, gzip")]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     error = failure(backend, clock() + 30)
-    assert error.kind == "bad_reply" and "packed as 'gzip, gzip', which was not offered" in str(error)
+    # DuckDuckGo's transport unpacks by itself, and leaves layers alone.
+    said = "sent a page without results" if name == "duckduckgo" else "packed as 'gzip, gzip', which was not offered"
+    assert error.kind == "bad_reply" and said in str(error)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 
