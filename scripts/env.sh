@@ -8,8 +8,14 @@
 # pytest and ruff. An active virtual or conda environment that satisfies
 # the pins is used as it is and never written to; otherwise everything goes into .venv in the repository root, or into
 # MINIRESEARCHER_VENV, made with PYTHON=/path if that is set. A part is stamped when it is complete, so a start with
-# nothing to do calls no pip. A set-up that was killed leaves `.unfinished` behind and is done afresh, because half a
-# package can look whole to pip.
+# nothing to do calls no pip. A set-up that was killed while pip installed leaves `.unfinished` behind and is done afresh,
+# because half a package can look whole to pip. Only what was made here (`.made-here`) is ever removed.
+
+if [ -z "${BASH_VERSION:-}${ZSH_VERSION:-}" ]; then
+    echo "scripts/env.sh needs bash (or zsh, sourced): bash scripts/env.sh" >&2
+    # shellcheck disable=SC2317  # reached where it is not sourced
+    return 1 2>/dev/null || exit 1
+fi
 
 miniresearcher_has_gpu() {
     command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU '
@@ -23,17 +29,20 @@ miniresearcher_profile() { # of a command line: nothing if it names a profile, e
     if miniresearcher_has_gpu; then echo profile=a100_80g; else echo profile=cpu_demo; fi
 }
 
-if [ "${BASH_SOURCE[0]}" != "$0" ]; then # sourced: a child does the work, its failure can't end this shell
-    miniresearcher_prefix="$(bash "${BASH_SOURCE[0]}" "$@")" || return 1
+miniresearcher_self="${BASH_SOURCE[0]-}"
+# shellcheck disable=SC2016  # zsh's own expansion, for zsh to expand
+[ -z "${ZSH_VERSION:-}" ] || eval 'miniresearcher_self="${(%):-%x}"'
+if [ -n "${ZSH_VERSION:-}" ] || [ "$miniresearcher_self" != "$0" ]; then # sourced: a child's failure can't end this shell
+    miniresearcher_prefix="$(bash "$miniresearcher_self" "$@")" || return 1
     export PATH="$miniresearcher_prefix/bin:$PATH"
     [ ! -e "$miniresearcher_prefix/pyvenv.cfg" ] || export VIRTUAL_ENV="$miniresearcher_prefix"
     # Before site-packages, so that another `verl` in an environment of the user's can't stand in for ours.
-    miniresearcher_root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
+    miniresearcher_root="$(cd -- "$(dirname -- "$miniresearcher_self")/.." && pwd -P)"
     case ":${PYTHONPATH:-}:" in
         *":$miniresearcher_root:"*) ;;
         *) export PYTHONPATH="$miniresearcher_root${PYTHONPATH:+:$PYTHONPATH}" ;;
     esac
-    unset miniresearcher_prefix miniresearcher_root
+    unset miniresearcher_prefix miniresearcher_root miniresearcher_self
     return 0
 fi
 
@@ -42,12 +51,14 @@ unset PYTHONPATH PYTHONHOME
 
 root="$(cd -- "$(dirname -- "$0")/.." && pwd -P)"
 venv="${MINIRESEARCHER_VENV:-$root/.venv}"
+case "$venv" in /*) ;; *) venv="$PWD/$venv" ;; esac # whoever sources this may go elsewhere
 case "$venv" in *[[:space:]]*) # Ray starts its workers through a shell and doesn't quote their interpreter
     venv="${XDG_CACHE_HOME:-${HOME:-}/.cache}/miniresearcher/venv-$(printf '%s' "$root" | cksum | cut -d ' ' -f 1)"
     ;;
 esac
 log="$venv/setup.log"
 wait_limit_s=3600
+child= # the process of the phase that runs
 
 say() { printf '[env] %s\n' "$*" >&2; }
 die() {
@@ -153,7 +164,14 @@ phase() { # title, command...: output to the log; a line that moves on a termina
     say "$title: done in $((SECONDS - started)) s"
 }
 
+spare_if_untouched() { # a phase that failed before pip installed anything has left the environment as it was
+    if awk '/^### /{touched = 0} /^Installing collected packages/{touched = 1} END {exit touched}' "$log" 2>/dev/null; then
+        rm -f -- "$venv/.unfinished"
+    fi
+}
+
 explain_failure() { # title: the end of the log, and what usually helps
+    spare_if_untouched
     printf '[env] %s failed. The last lines of %s:\n' "$1" "$log" >&2
     tail -n 12 "$log" | cut -c1-200 | sed 's/^/      | /' >&2
     local recent
@@ -178,28 +196,36 @@ explain_failure() { # title: the end of the log, and what usually helps
 }
 
 create_venv() {
-    if [ -e "$venv/.unfinished" ]; then
+    if [ -e "$venv/bin" ] && [ ! -e "$venv/.made-here" ]; then
+        [ ! -e "$venv/.unfinished" ] ||
+            die "the last set-up of $venv was interrupted, and that environment was not made by this script." \
+                "Make it anew yourself, or name another folder: export MINIRESEARCHER_VENV=/path"
+        "$venv/bin/python" -m pip --version >/dev/null 2>&1 ||
+            die "$venv has no working pip and was not made by this script." \
+                "Remove it (rm -rf '$venv') and run this again."
+    elif [ -e "$venv/.unfinished" ]; then
         say "the last set-up was interrupted; starting afresh (pip's cache keeps what it had downloaded)"
         wipe
-    elif compgen -G "$venv/.stamp-*" >/dev/null && ! grep -qF -- " $venv" "$venv/pyvenv.cfg" 2>/dev/null; then
+    elif [ -e "$venv/bin" ] && ! grep -qF -- " $venv" "$venv/pyvenv.cfg" 2>/dev/null; then
         say "$venv was made for another place; starting afresh"
         wipe
-    elif [ -e "$venv/bin" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-        : >"$venv/.unfinished"
-        return 0
-    elif [ -e "$venv/bin" ] && ! compgen -G "$venv/.stamp-*" >/dev/null; then
-        die "$venv has no working pip and was not made by this script." "Remove it (rm -rf '$venv') and run this again."
-    else
+    elif [ ! -e "$venv/.made-here" ]; then
+        [ -z "$(find "$venv" -mindepth 1 -maxdepth 1 ! -name .lock ! -name setup.log)" ] ||
+            die "$venv holds other files and no environment; name a new folder: export MINIRESEARCHER_VENV=/path"
+    elif ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         wipe
     fi
     : >"$venv/.unfinished"
+    [ ! -e "$venv/bin" ] || return 0
+    : >"$venv/.made-here"
     phase "1/4 virtual environment ($("$python" -c 'import platform; print(platform.python_version())'), $python)" \
         "$python" -m venv "$venv"
 }
 
 install_flash_attn() { # worth having, never worth failing for: without it attention is PyTorch's SDPA
-    [ -e "$venv/.flash-attn-tried" ] || "$venv/bin/python" -c 'import flash_attn' 2>/dev/null && return 0
-    if ! command -v nvcc >/dev/null 2>&1; then
+    if "$venv/bin/python" -c 'import flash_attn' 2>/dev/null; then
+        say "flash-attn is there"
+    elif ! command -v nvcc >/dev/null 2>&1; then
         say "flash-attn needs nvcc to build, and there is none: attention uses PyTorch's SDPA instead"
     elif ! may_fail=1 phase "flash-attn (optional; builds for up to 20 minutes)" \
         timeout 1200 "$venv/bin/python" -m pip install --no-build-isolation flash-attn==2.8.3.post2; then
@@ -209,11 +235,14 @@ install_flash_attn() { # worth having, never worth failing for: without it atten
 }
 
 interrupted() {
-    [ -z "$child" ] || kill "$child" 2>/dev/null || true
+    [ -z "$child" ] || { kill "$child" && wait "$child"; } 2>/dev/null || true
+    spare_if_untouched
     [ -t 2 ] && echo >&2
     say "interrupted; run this again to go on"
     exit 130
 }
+
+trap interrupted INT TERM HUP
 
 set_up() {
     local part files=() as_they_are='' pip=("$venv/bin/python" -m pip install --no-compile)
@@ -221,8 +250,6 @@ set_up() {
     up_to_date && return 0 # the set-up we waited for was the same
     say "setting up ${parts[*]} in $venv"
     : >"$log"
-    child=
-    trap interrupted INT TERM HUP
     create_venv
     export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off PYTHONNOUSERSITE=1
     for part in "${parts[@]}"; do
@@ -270,7 +297,14 @@ if ! up_to_date; then
     [ -z "${missing:-}" ] || say "the active environment $active does not fit ($missing); using an own one"
     python="$(find_python)"
     set_up
-    case " ${parts[*]} " in *gpu*) install_flash_attn ;; esac
 fi
+case " ${parts[*]} " in *gpu*)
+    if [ ! -e "$venv/.flash-attn-tried" ]; then # also where the first try was interrupted
+        python="${python:-$venv/bin/python}"
+        lock
+        install_flash_attn
+    fi
+    ;;
+esac
 [ "$active" -ef "$venv" ] || say "using $venv" # one script that calls another has said so
 printf '%s\n' "$venv"

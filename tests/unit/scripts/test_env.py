@@ -229,10 +229,14 @@ def test_failure_ends_with_a_remedy_and_spares_the_shell(repo: Repository) -> No
     assert (code, out) == (0, "still here\n")
     assert "No matching distribution found for nosuchpackage" in err
     assert "check the network" in err
+    # pip had not installed anything: what was there is whole, and nothing is done again.
+    for purpose in ("run", "test"):
+        code, _, err = repo.set_up(purpose, PIP_FIND_LINKS="")
+        assert (code, err.count("\n")) == (0, 1), err
 
 
 def test_killed_set_up_is_repaired(repo: Repository) -> None:
-    """Follows the failure above, whose environment is taken for unfinished as well."""
+    repo.write("requirements.txt", "tinydep==1.0\n")
     process = repo.start(str(repo.root / "scripts" / "env.sh"), "test")
     deadline = time.monotonic() + 60
     while not (repo.venv / "bin" / "python").exists() or not (repo.venv / ".unfinished").exists():
@@ -244,8 +248,38 @@ def test_killed_set_up_is_repaired(repo: Repository) -> None:
     code, _, err = repo.set_up("test")
     assert code == 0, err
     assert "interrupted; starting afresh" in err
-    assert repo.python("import tinydep, tinytest; print(tinytest.version)") == "1.0"
+    assert repo.python("import tinydep, tinytest; print(tinydep.version, tinytest.version)") == "1.0 1.0"
     assert not (repo.venv / ".unfinished").exists()
+
+
+def test_an_environment_of_the_users_is_filled_and_never_removed(tmp_path: Path) -> None:
+    other = Repository(tmp_path)
+    own = tmp_path / "own"
+    subprocess.run([sys.executable, "-m", "venv", own], check=True, timeout=120)
+    (own / "notes.txt").write_text("mine")
+    code, _, err = other.set_up(MINIRESEARCHER_VENV=str(own), PIP_FIND_LINKS="")
+    assert code == 1 and "could not reach its package index" in err
+    code, out, err = other.set_up(MINIRESEARCHER_VENV=str(own))
+    assert (code, out.strip()) == (0, str(own)), err
+    (own / ".unfinished").touch()  # as a set-up leaves it that is killed while pip installs
+    other.write("requirements.txt", "tinydep==2.0\n")
+    code, _, err = other.set_up(MINIRESEARCHER_VENV=str(own))
+    assert code == 1 and "was not made by this script" in err
+    assert (own / "notes.txt").read_text() == "mine"
+
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "notes.txt").write_text("mine")
+    code, _, err = other.set_up(MINIRESEARCHER_VENV=str(tmp_path / "papers"))
+    assert code == 1 and "holds other files and no environment" in err
+    assert (tmp_path / "papers" / "notes.txt").read_text() == "mine"
+
+
+def test_a_relative_folder_is_meant_from_where_it_was_named(repo: Repository) -> None:
+    script = 'cd "$1" && source "$2/scripts/env.sh" run && cd / && python -c "import sys; print(sys.prefix)"'
+    code, out, err = repo.run(
+        "-c", script, "_", str(repo.venv.parent), str(repo.root), MINIRESEARCHER_VENV=repo.venv.name
+    )
+    assert (code, out.strip()) == (0, str(repo.venv)), err
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
