@@ -1,10 +1,11 @@
 """Compares the arms of an experiment: mean and interval over seeds, as a table and a plot.
 
     python scripts/compare_runs.py outputs/exp_03_pbrs --steps 1 64 129 --metrics reward/f1 actor/grad_norm
-    python scripts/compare_runs.py logs/exp_03_pbrs                  the committed logs give the same table
+    python scripts/compare_runs.py logs/exp_03_pbrs --window 5       of the committed logs; prints, and writes nothing
 
-Reads {arm}_seed{n}/metrics.jsonl or {arm}_seed{n}.jsonl in the folder; writes table.md, plot.png and, with --out
-elsewhere, the compared columns of every run as {arm}_seed{n}.jsonl. A run that ended early counts up to its last step.
+Reads {arm}_seed{n}/metrics.jsonl or {arm}_seed{n}.jsonl in the folder. Writes table.md and plot.png into a folder of
+runs, or to --out, there with the compared columns of every run as {arm}_seed{n}.jsonl. A run that ended early counts up
+to its last step, one without a finished step is left out.
 """
 
 import argparse
@@ -57,19 +58,23 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def load_arms(folder: Path) -> list[Arm]:
-    """Every run of an experiment's folder by arm, both sorted by name.
+    """Every run of an experiment's folder by arm, both sorted by name; one that can't be read is told and left out.
 
     Raises:
-        ValueError: no run there, or one that can't be read.
+        ValueError: no run there that can be read.
     """
     files = {NAME.fullmatch(path.parent.name): path for path in folder.glob("*/metrics.jsonl")}
     files |= {NAME.fullmatch(path.stem): path for path in folder.glob("*.jsonl")}
     found: dict[str, dict[int, Run]] = {}
     for match, path in files.items():
         if match:
-            found.setdefault(match["arm"], {})[int(match["seed"])] = load_run(path)
+            try:
+                found.setdefault(match["arm"], {})[int(match["seed"])] = load_run(path)
+            except ValueError as error:
+                print(f"left out: {error}", file=sys.stderr)
+    found = {arm: runs for arm, runs in found.items() if runs}
     if not found:
-        raise ValueError(f"{folder} holds no {{arm}}_seed{{n}} run; give the folder of an experiment")
+        raise ValueError(f"{folder} holds no {{arm}}_seed{{n}} run with a step; give the folder of an experiment")
     return [Arm(name, tuple(runs[seed] for seed in sorted(runs))) for name, runs in sorted(found.items())]
 
 
@@ -177,9 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--best", metavar="PREFIX", help="only print the arm of that prefix whose last value is highest"
     )
-    parser.add_argument("--out", type=Path, help="where to write (default: the folder itself)")
+    parser.add_argument("--out", type=Path, help="where to write (default: the folder itself, if it is one of runs)")
     args = parser.parse_args(argv)
-    out = args.out or args.folder
+    out = args.out or (args.folder if any(args.folder.glob("*/metrics.jsonl")) else None)
     try:
         arms = load_arms(args.folder)
         last = max(run.steps[-1] for arm in arms for run in arm.runs)
@@ -187,16 +192,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(best_arm(arms, args.best, args.metrics[0], args.window))
             return 0
         text = table(arms, args.metrics, args.steps or sorted({1, (last + 1) // 2, last}), args.window)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "table.md").write_text(text, encoding="utf-8")
-        draw(arms, args.metrics, args.folder.name).savefig(out / "plot.png", dpi=80, facecolor="white")
-        if out.resolve() != args.folder.resolve():
-            write_logs(arms, args.metrics, out)
+        print(text)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "table.md").write_text(text, encoding="utf-8")
+            draw(arms, args.metrics, args.folder.name).savefig(out / "plot.png", dpi=80, facecolor="white")
+            if out.resolve() != args.folder.resolve():
+                write_logs(arms, args.metrics, out)
+            print(f"{out / 'table.md'}, {out / 'plot.png'}")
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(text)
-    print(f"{out / 'table.md'}, {out / 'plot.png'}")
     return 0
 
 

@@ -5,13 +5,16 @@
 #
 #   SEEDS="1 2 3"  JOBS=2  ARMS="3a 3b"   which seeds, how many runs at once, only these arms
 #
-# Runs are outputs/{experiment}/{arm}_seed{n}, each with its console.log; tables: scripts/compare_runs.py.
+# Runs are outputs/{experiment}/{arm}_seed{n} (at full scale outputs/{experiment}_full/...), each with its console.log and
+# its overrides; tables: scripts/compare_runs.py.
 # shellcheck shell=bash
 set -euo pipefail
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 experiment="$(basename -- "$0" .sh)"
 case "${1:-}" in -h | --help)
-    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0" "${BASH_SOURCE[0]}"
+    for file in "$0" "${BASH_SOURCE[0]}"; do
+        sed -n '/^[^#]/q; /^#!/d; /^# shellcheck/d; s/^# \{0,1\}//p' "$file"
+    done
     exit 0
     ;;
 esac
@@ -22,7 +25,11 @@ miniresearcher_has_gpu || export OMP_NUM_THREADS=1
 overrides=("$@")
 profile="$(miniresearcher_profile "$@")"
 [ -z "$profile" ] || overrides=("$profile" "$@")
-case " ${overrides[*]} " in *"profile=cpu_demo "*) scale=demo jobs="${JOBS:-2}" ;; *) scale=full jobs="${JOBS:-1}" ;; esac
+case " ${overrides[*]} " in
+    *"profile=cpu_demo "*) scale=demo suffix='' jobs="${JOBS:-2}" ;;
+    *) scale=full suffix=_full jobs="${JOBS:-1}" ;;
+esac
+experiment+="$suffix"
 # Of every run at demo scale: 3 x 4 episodes, so a step is seconds and a hundred of them minutes.
 demo=(data.train_batch_size=3 actor_rollout_ref.actor.ppo_mini_batch_size=3 agent_grpo.n=4 trainer.val_before_train=false
     trainer.test_freq=0 trainer.save_freq=40 trainer.max_ckpt_to_keep=1 data.val_max_samples=100)
@@ -54,16 +61,27 @@ train() {
     local run="$1" steps="$2" began=$SECONDS
     shift 2
     local folder="$root/outputs/$experiment/$run"
+    if [ -e "$folder/overrides" ] && ! printf '%s\n' "$@" "${overrides[@]}" | cmp -s - "$folder/overrides"; then
+        echo "$run: SKIPPED, it was begun with other settings ($folder/overrides); remove that folder to run it anew"
+        return
+    fi
     if [ -d "$folder/checkpoints/global_step_$steps" ]; then
         echo "$run: done before"
         return
     fi
     mkdir -p "$folder"
+    printf '%s\n' "$@" "${overrides[@]}" >"$folder/overrides"
     local settings=(trainer.project_name="$experiment" trainer.experiment_name="$run" trainer.total_training_steps="$steps")
     [ "$scale" = full ] || settings=("${demo[@]}" "${settings[@]}")
+    local child stopped='' status=0
+    trap 'stopped=1; kill -TERM "$child" 2>/dev/null' TERM
     python -P -m verl.trainer.main_ppo "${settings[@]}" "$@" "${overrides[@]}" >>"$folder/console.log" 2>&1 &
-    trap 'kill -TERM $! 2>/dev/null' TERM
-    if wait $!; then
+    child=$!
+    wait "$child" || status=$?
+    while kill -0 "$child" 2>/dev/null; do wait "$child" || status=$?; done # a signal ends the wait, not the run
+    if [ "$stopped" ]; then
+        echo "$run: stopped after $((SECONDS - began)) s; the same command goes on"
+    elif [ "$status" -eq 0 ]; then
         echo "$run: $steps steps in $((SECONDS - began)) s"
     else
         echo "$run: FAILED after $((SECONDS - began)) s: $(tail -n 1 "$folder/console.log") ($folder/console.log)"

@@ -19,7 +19,7 @@ arm raw+skip 10 "${raw[@]}" stability.skip_nonfinite_grad=true
 arm raw+grpo 10 "${raw[@]}" algorithm.adv_estimator=grpo
 finish --steps 1 4 8 10 --metrics "${metrics[@]}"
 
-experiment=exp_01_estimators
+experiment="exp_01_estimators$suffix"
 if [ "$scale" = demo ]; then rates=(3e-4 1e-3 3e-3); else rates=(3e-6 1e-5 3e-5); fi
 estimators=(grpo drgrpo std_only rloo reinforce_plus_plus remax grpo_turn)
 all_seeds="${SEEDS:-1 2 3}"

@@ -50,8 +50,25 @@ def test_committed_logs_give_the_same_table(experiment: Path, tmp_path: Path) ->
     first = compare(experiment, "--metrics", "reward/f1", "--out", tmp_path / "logs")
     again = compare(tmp_path / "logs", "--metrics", "reward/f1")
     assert first.returncode == again.returncode == 0, first.stderr + again.stderr
-    assert first.stdout.splitlines()[:-1] == again.stdout.splitlines()[:-1]
+    assert first.stdout.splitlines()[:-1] == again.stdout.splitlines(), "and no line that names files: none is written"
+    thrice = compare(tmp_path / "logs", "--metrics", "reward/f1", "--out", tmp_path / "again")
+    assert thrice.returncode == 0, thrice.stderr
+    written = [{path.name: path.read_text() for path in (tmp_path / f).glob("*.jsonl")} for f in ("logs", "again")]
+    assert written[0] == written[1] and len(written[0]) == 5
     assert (tmp_path / "logs" / "7b_seed2.jsonl").read_text() == '{"step": 1, "reward/f1": 0.3}\n'
+
+
+def test_a_run_that_failed_before_its_first_step_costs_nobody_the_table(experiment: Path, tmp_path: Path) -> None:
+    (experiment / "7a_seed4").mkdir()
+    (experiment / "7a_seed4" / "metrics.jsonl").touch()
+    (experiment / "7c_seed1").mkdir()
+    (experiment / "7c_seed1" / "metrics.jsonl").write_text("no json")
+    shown = compare(experiment, "--metrics", "reward/f1", "--steps", 3)
+    assert shown.returncode == 0 and "| 7a | 3 | 0.625 ± 0.31 |" in shown.stdout and "7c" not in shown.stdout
+    assert shown.stderr.count("left out: ") == 2, shown.stderr
+    write_run(tmp_path / "empty", "8a_seed1", [])
+    refused = compare(tmp_path / "empty")
+    assert refused.returncode == 1 and "no {arm}_seed{n} run with a step" in refused.stderr
 
 
 def test_best_arm_is_the_one_that_ends_highest(experiment: Path) -> None:

@@ -69,7 +69,8 @@ def read_run(file: Path) -> Run:
         elif number < len(lines):
             text = lines[number - 1]
             problems.append(f"{file}, line {number} is no metrics object with a step ({text[:60]!r})")
-    return Run(file.resolve().parent.name, rows, problems)
+    name = file.resolve().parent.name if file.name == "metrics.jsonl" else file.stem
+    return Run(name, rows, problems)
 
 
 def read_json_lines(lines: Iterable[str]) -> Iterable[dict[str, Any] | None]:
