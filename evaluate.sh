@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Rolls out the test set, once a question, with a run's latest checkpoint (or the untrained policy), and scores it.
+# Rolls out the demo's test set, or data.val_files, once a question, with a run's latest checkpoint (or the untrained
+# policy), and scores it.
 #
 #   bash evaluate.sh                                            the CPU demo's run, with a GPU the A100 recipe's
 #   bash evaluate.sh trainer.experiment_name=my_run             another run; further arguments are Hydra overrides
-#   bash evaluate.sh data.val_files=[data/demo/dev.parquet]     other questions
+#   bash evaluate.sh data.val_files=[my_test.parquet]           other questions
 #
 # Writes outputs/{project}/{experiment}/rollout/rollout_step_0.json, its copy evaluate/{experiment}_result.json, and the
 # scores evaluate/{experiment}_score.json. A judge model (MBE) is asked where JUDGE_MODEL is set.
@@ -23,7 +24,7 @@ profile="$(miniresearcher_profile "$@")"
 arguments=("$@" ${profile:+"$profile"} trainer.val_only=true)
 case " ${arguments[*]} " in
     *data.val_files=*) ;;
-    *profile=cpu_demo" "*) arguments+=("data.val_files=[data/demo/test.parquet]") ;;
+    *) arguments+=("data.val_files=[data/demo/test.parquet]") ;;
 esac
 
 # Where the run writes is the configuration's to say; its warnings come again from the trainer.
@@ -35,6 +36,7 @@ try:
     config = load_config(sys.argv[1:])
 except ValueError as error:
     sys.exit(str(error))
+print("questions:", *config.data.val_files, "(others: data.val_files=[...])", file=sys.stderr)
 print(config.trainer.experiment_name, run_dir(config), sep="\n")
 ' "${arguments[@]}")"
 experiment="${where%%$'\n'*}"

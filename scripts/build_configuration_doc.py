@@ -5,6 +5,7 @@
 A test fails when the document isn't what this would write.
 """
 
+import argparse
 import sys
 import types
 import typing
@@ -90,5 +91,6 @@ def _show(value: Any) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     DOCUMENT.write_text(document(), encoding="utf-8")
     print(DOCUMENT.relative_to(ROOT))

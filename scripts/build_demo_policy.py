@@ -1,6 +1,7 @@
 """Train the demo's tiny policy: a Qwen2 of 2M parameters that can search and read, and has the habit of doing neither.
 
-    python scripts/build_demo_policy.py                 # one to two hours on two cores; writes data/demo/policy
+    python scripts/build_demo_policy.py          # one to two hours on two cores; writes outputs/demo_policy
+    cp outputs/demo_policy/* data/demo/policy/   # once it is whole
 
 It imitates transcripts of searching episodes. Each batch comes from a *fresh* generated world (with a fixed set of
 worlds it memorises facts instead of reading), rendered by the very prompts, frames and search index of training. The
@@ -352,7 +353,7 @@ def train(model, stream: Iterator, steps: int, lr: float, other, log, save, chec
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DEMO / "policy")
+    parser.add_argument("--out", type=Path, default=DEMO.parents[1] / "outputs/demo_policy")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2400, help="steps of learning to search and read")
     parser.add_argument("--habit-steps", type=int, default=120, help="steps of learning to answer from the hip")

@@ -20,6 +20,7 @@ import math
 import random
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -159,7 +160,7 @@ def report(values: Mapping[str, Sequence[float]], console: Console) -> dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=256, help="how many to play, rounded up to whole groups")
     parser.add_argument(
         "--output", type=Path, help="where to write; default: monitor_thresholds.yaml in the run's folder"
@@ -173,6 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--episodes={options.episodes} plays none; give a positive number")
         config = load_config(overrides)
         check_inputs(config)
+        path = (options.output or run_dir(config) / "monitor_thresholds.yaml").absolute()
+        try:  # before the work, not after it
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise ValueError(f"--output={path} can't be written ({error.strerror}); give another place") from None
         from verl.utils.tokenizer import (
             load_tokenizer,
         )  # torch and transformers, once the settings are known to be good
@@ -185,8 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"calibrate_monitor: {error}", file=sys.stderr)
         return 2
-    path = (options.output or run_dir(config) / "monitor_thresholds.yaml").absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
     head = (
         f"# From {len(episodes)} episodes of {config.actor_rollout_ref.model.path}, untrained (calibrate_monitor.py).\n"
     )

@@ -20,4 +20,5 @@ arm 3d 129 "${outcome[@]}" algorithm.adv_estimator=std_only
 arm 3e 129 "${outcome[@]}" algorithm.adv_estimator=grpo_turn
 arm 3f 129 reward_model.use_pbrs=true reward_model.pbrs.gamma=1.0 reward_model.pbrs.terminal=zero algorithm.adv_estimator=grpo_turn algorithm.gamma=0.5
 arm 3g 129 reward_model.use_pbrs=true reward_model.pbrs.gamma=1.0 reward_model.pbrs.terminal=carry algorithm.adv_estimator=grpo
-finish --steps 1 32 64 96 129 --metrics behavior/search_depth reward/f1 critic/score/mean actor/grad_norm actor/kl_loss actor/entropy adv/zero_variance_groups
+finish --steps 1 32 64 96 129 --window 5 --metrics behavior/search_depth reward/f1 critic/score/mean actor/grad_norm \
+    actor/kl_loss actor/entropy adv/zero_variance_groups behavior/reward_deviation critic/advantages/min val/f1/mean

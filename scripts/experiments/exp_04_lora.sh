@@ -12,5 +12,5 @@ arm 4a 20
 arm 4b 20 "${full[@]}"
 arm 4c 20 actor_rollout_ref.actor.use_kl_loss=false
 arm 4d 20 "${full[@]}" actor_rollout_ref.actor.use_kl_loss=false
-finish --steps 1 5 10 20 --metrics reward/f1 behavior/search_depth perf/max_memory_rss_gb actor/kl_loss actor/grad_norm \
+finish --steps 1 5 10 20 --window 5 --metrics reward/f1 behavior/search_depth perf/max_memory_rss_gb actor/kl_loss actor/grad_norm \
     adv/zero_variance_groups timing_s/update_actor timing_s/ref_log_prob timing_s/update_weights

@@ -20,4 +20,5 @@ arm 5a 20 "${watched[@]}"
 arm 5b 20 "${watched[@]}" actor_rollout_ref.actor.optim.lr="$high"
 arm 5c 20 "${watched[@]}" "${raw[@]}"
 arm 5d 20 "${watched[@]}" actor_rollout_ref.actor.optim.lr="$high" monitor.on_alert=rollback
-finish --steps 1 5 10 15 20 --window 5 --metrics alerts/total behavior/search_depth behavior/malformed_share reward/f1 actor/grad_norm actor/entropy
+finish --steps 1 5 10 15 20 --window 5 --metrics alerts/info_gain alerts/malformed_share alerts/total behavior/search_depth \
+    behavior/malformed_share reward/f1 actor/grad_norm actor/entropy critic/advantages/min

@@ -14,4 +14,4 @@ arm 6b 40 $(penalty -0.2 0.7)
 arm 6c 40 $(penalty -0.5 0.7)
 # shellcheck disable=SC2046
 arm 6d 40 $(penalty -0.2 0.5)
-finish --steps 1 10 20 40 --metrics behavior/query_diversity behavior/search_depth reward/f1 reward/repetition_raw
+finish --steps 1 10 20 40 --window 5 --metrics behavior/query_diversity behavior/search_depth reward/f1 reward/repetition_raw

@@ -108,3 +108,9 @@ def test_the_demos_cold_policy_gives_a_file_that_a_run_takes(tmp_path, capsys):
     assert f"monitor.thresholds_file={path}" in printed.replace("\n", "")
     monitor = load_config(["profile=cpu_demo", f"monitor.thresholds_file={path}"]).monitor
     assert {key: getattr(monitor, key) for key in held} == held
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert calibrate.main(["--output", str(tmp_path / "file" / "x.yaml"), "profile=cpu_demo"]) == 2
+    assert "x.yaml can't be written (" in capsys.readouterr().err

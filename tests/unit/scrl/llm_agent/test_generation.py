@@ -336,6 +336,15 @@ def test_one_failure_is_one_episode(tokenizer):
     assert (stage.engine.alive_at_first_call, stage.engine.alive) == (3, 0)
 
 
+def test_an_empty_thought_ends_neither_its_own_episode_nor_the_next(tokenizer):
+    empty = SEARCH.replace(SEARCH.partition("</think>")[0], "")
+    assert empty.startswith("</think>")  # the engine is given <think>
+    stage = Stage(tokenizer, {"a": [empty, ANSWER], "b": [SEARCH, ANSWER]}, [RESULTS, RESULTS])
+    a, b = asyncio.run(stage.manager.run([stage.request(uid) for uid in "ab"]))
+    assert [episode.finish for episode in (a, b)] == ["answer", "answer"]
+    assert [len(episode.turns) for episode in (a, b)] == [2, 2] and a.turns[0].think == "" != b.turns[0].think
+
+
 def test_a_cancelled_run_leaves_no_episode_alive(tokenizer):
     async def cancel_at_once(stage):
         task = asyncio.ensure_future(stage.manager.run([stage.request(uid) for uid in "ab"]))

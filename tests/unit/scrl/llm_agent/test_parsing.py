@@ -1,4 +1,4 @@
-"""Text of a policy turn -> what it means. The cases from outside the repository are read where they exist."""
+"""Text of a policy turn -> what it means."""
 
 import json
 import time
@@ -11,22 +11,19 @@ from hypothesis import strategies as st
 from scrl.llm_agent.parsing import Answer, Malformed, parse_turn, split_think
 from scrl.types import ToolCall
 
-SHARED_CASES = Path(__file__).parents[5] / "shared" / "cases" / "turns.jsonl"
+CASES = Path(__file__).with_name("turns.jsonl")
 
 
 def call_text(arguments: object, name: object = "web_search") -> str:
     return f"<think>x</think><tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def shared_cases() -> list[dict]:
-    if not SHARED_CASES.exists():
-        return []
-    return [json.loads(line) for line in SHARED_CASES.read_text(encoding="utf-8").splitlines() if line.strip()]
+def cases() -> list[dict]:
+    return [json.loads(line) for line in CASES.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.skipif(not SHARED_CASES.exists(), reason="the shared cases are not beside this checkout")
-@pytest.mark.parametrize("case", shared_cases(), ids=lambda case: case["id"])
-def test_shared_cases(case):
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case["id"])
+def test_what_a_turn_means(case):
     parsed, expect = parse_turn(case["prefix"] + case["sampled"]), case["expect"]
     if expect["kind"] == "malformed":
         assert isinstance(parsed, Malformed) and parsed.reason
