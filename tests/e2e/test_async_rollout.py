@@ -28,7 +28,7 @@ def test_one_step_ahead_is_told_corrected_and_resumes_with_the_same_questions(st
     # each step that moved them (one whose groups are all alike doesn't).
     gaps = [row["training/rollout_probs_diff_max"] for row in steps]
     after = [gap for row, gap in zip(steps, gaps[1:], strict=False) if row["actor/grad_norm"] > 0.01]
-    assert gaps[0] < 1e-4 and after and min(after) > 1e-4, gaps
+    assert gaps[0] < 5e-4 and after and min(after) > max(1e-4, 2 * gaps[0]), gaps  # the largest of float32's
     assert max(row["episodes/finish/error"] for row in steps) == 0
 
     first = start(*AHEAD, folder=tmp_path / "parts")

@@ -5,7 +5,13 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-ALWAYS = ("monitor.min_depth=99", "monitor.on_alert=rollback", "monitor.max_rollbacks=2", "trainer.save_freq=0")
+ALWAYS = (
+    "trainer.deterministic=true",
+    "monitor.min_depth=99",
+    "monitor.on_alert=rollback",
+    "monitor.max_rollbacks=2",
+    "trainer.save_freq=0",
+)
 
 
 def adapter(folder, step):

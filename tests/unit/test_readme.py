@@ -16,6 +16,8 @@ def test_files_and_pictures_that_it_names_exist(name):
     named = re.findall(r"`((?:verl|scrl|scripts|evaluate|logs|data)/[\w./-]+\.(?:py|sh|yaml|md|jsonl))`", text)
     assert all((ROOT / path).is_file() for path in pictures)
     missing = [path for path in named if not (ROOT / path).is_file()]
+    links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)#]+)[^)]*\)", text)
+    missing += [link for link in links if "://" not in link and not ((ROOT / name).parent / link).exists()]
     assert not missing, missing
 
 

@@ -218,6 +218,15 @@ def test_similar_queries_are_off_by_default_and_counted_apart(tmp_path):
         )
 
 
+def test_a_similar_query_that_found_nothing_answers_no_other(tmp_path):
+    with handler_over(Engine(), tmp_path / "c.sqlite") as handler:
+        ask(handler, "nothing about the red harbour")
+    engine = Engine()
+    with handler_over(engine, tmp_path / "c.sqlite", cache_fuzzy_threshold=0.5) as handler:
+        (result,) = ask(handler, "all about the red harbour")
+    assert result.items[0] and engine.asked == {"all about the red harbour": 1}
+
+
 # Record and replay.
 
 
@@ -295,6 +304,7 @@ def test_a_recording_that_cannot_be_written_waits_in_memory(tmp_path, monkeypatc
             for key in "abc":
                 outcome = cache.settle(key, Outcome([{"title": key, "url": "", "text": ""}]))
                 assert [row["title"] for row in outcome.rows] == [key]
+            cache.settle("a", Outcome([{"title": "a, found later", "url": "", "text": ""}]))
             cache.settle("d", Outcome(error_kind="timeout", error="too late"))
             assert cache.metrics()["search/cache_errors"] == 1
             if not recovers:
@@ -304,11 +314,13 @@ def test_a_recording_that_cannot_be_written_waits_in_memory(tmp_path, monkeypatc
         if recovers:
             cache.close()
         file = CacheFile(path, "s", "recording")
-        assert [file.get(key) is not None for key in "abc"] == [recovers] * 3
+        assert [file.get(key) and file.get(key).rows[0]["title"] for key in "abc"] == (
+            ["a", "b", "c"] if recovers else [None] * 3
+        )
         assert (file.get_failure("d") is not None) == recovers
         file.close()
     assert caplog.text.count("recording in memory for 30 s") == 3  # once each, and once more at the end
-    assert caplog.text.count("THE RECORDING IS INCOMPLETE: it lacks 4 results") == 1
+    assert caplog.text.count("THE RECORDING IS INCOMPLETE: it lacks 5 results") == 1
 
 
 def test_a_file_damaged_while_running_is_counted_and_searches_go_on(tmp_path, caplog):

@@ -43,6 +43,7 @@ class Server:
     def __init__(self, answer: Answer = proper) -> None:
         self.answer, self.port = answer, 0
         self.healthy = True
+        self.slow_checks = self.checks = 0  # so many of the next ones get no answer
         self.asked: list[int] = []  # idx of each call, as it arrives
         self.granted: list[float] = []
         self._connections: set[asyncio.StreamWriter] = set()
@@ -69,7 +70,9 @@ class Server:
                 length = next((int(line.split()[1]) for line in head.splitlines() if "ength:" in line), 0)
                 body = await reader.readexactly(length)
                 if head.startswith("GET /health"):
-                    if not self.healthy:
+                    self.checks, slow = self.checks + 1, self.slow_checks > 0
+                    self.slow_checks -= slow
+                    if slow or not self.healthy:
                         await asyncio.sleep(60)
                     writer.write(http_reply(200, "{}"))
                     continue
@@ -222,13 +225,18 @@ async def test_a_server_that_hangs_is_left(monkeypatch):
 
 
 async def test_one_slow_health_check_is_no_death(monkeypatch):
-    monkeypatch.setattr(proxy, "HEALTH_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(proxy, "HEALTH_FAILURES", 10**9)
+    monkeypatch.setattr(proxy, "HEALTH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(proxy, "HEALTH_INTERVAL_S", 0.01)
     server = Server()
-    server.healthy = False
+    server.slow_checks = 1
     async with balanced(server) as balancer:
-        await asyncio.sleep(0.2)
-        assert balancer.is_up
+        watched = balancer._servers[0]
+        async with asyncio.timeout(20):
+            while server.checks < 3:  # the slow one, the next, and one after that has been judged
+                await asyncio.sleep(0.005)
+                assert balancer.is_up
+            server.slow_checks = 10**9
+            await watched.down.wait()
 
 
 async def test_a_broken_connection_is_tried_again_on_a_lone_server():

@@ -383,7 +383,7 @@ def infinite_gradient(trainer):
     parameter = trainable_parameters(trainer.model)[
         "model.base_model.model.model.layers.1.self_attn.v_proj.lora_B.default.weight"
     ]
-    parameter.register_hook(lambda gradient: gradient * math.inf)
+    return parameter.register_hook(lambda gradient: gradient * math.inf)
 
 
 def test_an_infinite_gradient_is_skipped_and_three_in_a_row_end_the_run():
@@ -396,6 +396,25 @@ def test_an_infinite_gradient_is_skipped_and_three_in_a_row_end_the_run():
     assert all(torch.equal(p, before[name]) for name, p in trainable_parameters(trainer.model).items())
     with pytest.raises(FloatingPointError, match="3 optimizer steps.*gradient of .*layers.1.self_attn.v_proj.lora_B"):
         trainer.update_policy(data)
+
+
+def test_only_steps_in_a_row_end_the_run_also_after_resuming():
+    trainer, data = actor(), episodes()
+
+    def skips(count):
+        hook = infinite_gradient(trainer)
+        for _ in range(count):
+            trainer.update_policy(data)
+        hook.remove()
+
+    skips(2)
+    trainer.update_policy(data)  # a good one in between
+    skips(2)
+    state = trainer.gather_state()
+    trainer = actor()
+    trainer.load_state(state)
+    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row"):
+        skips(1)
 
 
 def test_without_the_guard_an_infinite_gradient_breaks_the_weights():

@@ -184,6 +184,13 @@ def test_a_name_is_looked_up_once_a_connection_and_the_checked_address_is_used(s
     assert page.body == b"<p>hi</p>" and asked == [("site.example", server.port)]
 
 
+def test_a_name_and_password_in_a_url_go_nowhere(serve):
+    server = serve({"/": PAGE})
+    page = open_fetcher().fetch(f"http://me:secret@site.example:{server.port}/", time.monotonic() + 20)
+    assert page.url == f"http://site.example:{server.port}/"
+    assert "secret" not in server.asked[0] and "authorization" not in server.asked[0].lower()
+
+
 def test_a_redirect_is_followed_and_named(serve):
     server = serve({"/": redirect("/next?x=1"), "/next?x=1": redirect("//other.example:{port}/end"), "/end": PAGE})
     server.replies["/next?x=1"] = redirect(f"//other.example:{server.port}/end")

@@ -233,7 +233,8 @@ def test_what_the_policy_wrote_itself_earns_nothing():
     assert "Paris" in echoed.observation
     assert potentials([echoed], ["Paris"]) == [0, 0]
     assert potentials([search("q", "x"), answer("Paris")], ["Paris"]) == [0, 0, 0]
-    assert potentials([search("q", "x")], ["results"]) == [0, 0]  # nor do the names of the JSON
+    for name in ("results", "query", "title", "text"):  # nor do the names of the JSON
+        assert potentials([search("q", "x")], [name]) == [0, 0]
     failed = replace(search("Paris", ""), observation=render_error("no reply to 'Paris'"), search_ok=False)
     assert potentials([failed], ["Paris"]) == [0, 0]
 
