@@ -70,6 +70,23 @@ class ModelShape:
             _MLP[2]: (self.intermediate, self.hidden),
         }
 
+    def check_adapter(self, factors: Mapping[str, tuple[int, ...]]) -> None:
+        """ValueError where an adapter's factors, PEFT's name -> shape, fit no linear layer of this model.
+
+        vLLM itself takes the part of them that fits, and says nothing.
+        """
+        for name, shape in factors.items():
+            module, _, factor = name.partition(".lora_")
+            width = self.linears.get(module.rpartition(".")[2])
+            if width is None:
+                continue  # whoever loads it knows which modules there are
+            found, expected = (shape[-1], width[0]) if factor.startswith("A") else (shape[0], width[1])
+            if found != expected:
+                raise ValueError(
+                    f"{name} is {tuple(shape)}, and the model's layer has {expected} where it has {found}: the adapter "
+                    "was trained on another model"
+                )
+
     @property
     def layer_parameters(self) -> int:
         """Of one decoder layer."""

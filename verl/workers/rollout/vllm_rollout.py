@@ -36,6 +36,7 @@ from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: E402
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: E402
 
+from verl.utils.model_shape import ModelShape  # noqa: E402
 from verl.workers.rollout.base import Completion, SamplingParams  # noqa: E402
 
 _CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU, where a share of the memory would take it from the trainer
@@ -147,6 +148,10 @@ class VLLMEngine:
             engine_config = arguments.create_engine_config()
         except (OSError, ValueError) as error:
             raise ValueError(f"rollout.name=vllm can't serve {path}: {str(error).strip().splitlines()[-1]}") from error
+        try:
+            self._shape = ModelShape.from_config(engine_config.model_config.hf_config.to_dict())
+        except ValueError:
+            self._shape = None  # of a family whose layers aren't known
         executor = _OneProcess if tensor_parallel_size == 1 else _ManyProcesses
         self._engine = AsyncLLM(engine_config, executor, log_stats=False, log_requests=False)
 
@@ -263,6 +268,8 @@ class VLLMEngine:
         await self._unless_dead(self._update(weights, version))
 
     async def _update(self, weights: dict[str, Any], version: int) -> None:
+        if self._shape and weights["peft_config"] is not None:
+            self._shape.check_adapter({name: tuple(tensor.shape) for name, tensor in weights["weights"].items()})
         await self._engine.pause_generation(mode="wait", clear_cache=True)
         size = sum(tensor.nbytes for tensor in weights["weights"].values())
         with tempfile.TemporaryDirectory(prefix="miniresearcher-", dir=_memory_folder(size)) as folder:

@@ -114,3 +114,13 @@ def test_what_is_unknown_is_refused(tmp_path):
         ModelShape.from_config({"model_type": "qwen2", "hidden_size": 8, "num_attention_heads": 2})
     with pytest.raises(ValueError, match="no folder with a config.json"):
         find_shape(str(tmp_path))
+
+
+def test_an_adapter_of_another_model_is_told_by_its_shapes():
+    shape = ModelShape(hidden=32, intermediate=64, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=128)
+    prefix = "base_model.model.model.layers.0.self_attn"
+    fitting = {f"{prefix}.k_proj.lora_A.weight": (4, 32), f"{prefix}.k_proj.lora_B.weight": (16, 4)}
+    shape.check_adapter(fitting | {f"{prefix}.other.lora_A.weight": (4, 7)})
+    for name, wrong in ((".k_proj.lora_A.weight", (4, 64)), (".k_proj.lora_B.weight", (32, 4))):
+        with pytest.raises(ValueError, match="the adapter was trained on another model"):
+            shape.check_adapter(fitting | {prefix + name: wrong})
