@@ -19,8 +19,7 @@ SCRL_TOKEN on both machines, and SEARCH_PROXY_URL=http://laptop:8890/search on t
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +30,7 @@ sys.path.insert(0, str(ROOT))  # so that it runs from any directory, installed o
 
 from scrl.handler.config import HandlerConfig, config_from_arguments  # noqa: E402
 from scrl.handler.handler import SearchHandler  # noqa: E402
-from scrl.handler.http_service import json_error, json_response, make_app, prometheus, serve  # noqa: E402
+from scrl.handler.http_service import closing, json_error, json_response, make_app, prometheus, serve  # noqa: E402
 from scrl.types import ToolCall  # noqa: E402
 
 # More results than one would train with: SearXNG's protocol has no count, whoever asks takes what they want. And an
@@ -50,13 +49,7 @@ _STATUS = {
 def create_app(config: HandlerConfig, handler: SearchHandler | None = None) -> FastAPI:
     """The proxy over ``handler`` (default: one built from ``config``), which it closes when it ends."""
     handler = SearchHandler(config) if handler is None else handler
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(handler.close)
-
-    app = make_app("search proxy", lifespan)
+    app = make_app("search proxy", closing(handler))
 
     @app.get("/search")
     async def search(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scrl.llm_agent.generation import EpisodeListener
-from scrl.llm_agent.prompts import encode_prompt
+from scrl.llm_agent.prompts import encode_prompt, writable
 from scrl.types import Episode, EpisodeRequest
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Agent:
         """The prompt's token ids. Raises ValueError for a question that is empty or doesn't fit."""
         if not question.strip():
             raise ValueError("there is no question")
-        prompt_ids = encode_prompt(self.tokenizer, _writable(question), self.config.tools)
+        prompt_ids = encode_prompt(self.tokenizer, question, self.config.tools)
         longest = self.config.data.max_prompt_length
         if len(prompt_ids) > longest:
             raise ValueError(
@@ -95,7 +95,7 @@ class Agent:
             uid=f"ask-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}",
             sample_index=0,
             index=next(self._numbers),
-            question=_writable(question),
+            question=writable(question),
             ground_truths=[],
             data_source="ask",
             prompt_ids=prompt_ids,
@@ -124,8 +124,3 @@ class Agent:
     def close(self) -> None:
         self._worker.close()
         self._is_open = False
-
-
-def _writable(question: str) -> str:
-    """Without lone surrogates, half an emoji from a client that cut one: no tokenizer and no file takes them."""
-    return question.encode("utf-8", "replace").decode()

@@ -60,8 +60,9 @@ arm() {
 train() {
     local run="$1" steps="$2" began=$SECONDS
     shift 2
-    local folder="$root/outputs/$experiment/$run"
-    if [ -e "$folder/overrides" ] && ! printf '%s\n' "$@" "${overrides[@]}" | cmp -s - "$folder/overrides"; then
+    local folder="$root/outputs/$experiment/$run" own
+    own="$(printf '%s\n' "$@" "${overrides[@]}")"
+    if [ -e "$folder/overrides" ] && [ "$own" != "$(cat "$folder/overrides")" ]; then
         echo "$run: SKIPPED, it was begun with other settings ($folder/overrides); remove that folder to run it anew"
         return
     fi
@@ -70,7 +71,7 @@ train() {
         return
     fi
     mkdir -p "$folder"
-    printf '%s\n' "$@" "${overrides[@]}" >"$folder/overrides"
+    printf '%s\n' "$own" >"$folder/overrides"
     local settings=(trainer.project_name="$experiment" trainer.experiment_name="$run" trainer.total_training_steps="$steps")
     [ "$scale" = full ] || settings=("${demo[@]}" "${settings[@]}")
     local child stopped='' status=0

@@ -29,7 +29,7 @@ from scrl.handler.web_search_agent.browser import Browser, PageSource
 from scrl.handler.web_search_agent.fetch import PageError
 from scrl.handler.web_search_agent.local_index import Row
 from scrl.handler.web_search_agent.search_api import SearchBackend, SearchError, make_backend
-from scrl.llm_agent.prompts import TOOLS, list_argument
+from scrl.llm_agent.prompts import TOOLS, list_argument, well_formed
 from scrl.types import ToolCall, ToolResult
 
 logger = logging.getLogger(__name__)
@@ -366,10 +366,9 @@ def _read_call(call: ToolCall) -> tuple[list[str], Outcome | None]:
     if not isinstance(call.name, str) or call.name not in TOOLS:
         message = f"{str(call.name)[:80]!r} is not a tool; use {' or '.join(TOOLS)}"
         return [], Outcome(error_kind="bad_request", error=message)
-    argument = list_argument(call.name)
-    queries = call.arguments.get(argument) if isinstance(call.arguments, dict) else None
-    if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
-        message = f"{call.name} needs {argument}, a list of non-empty strings"
+    queries = well_formed(call.name, call.arguments)
+    if queries is None:
+        message = f"{call.name} needs {list_argument(call.name)}, a list of non-empty strings"
         return [], Outcome(error_kind="bad_request", error=message)
     return queries, None
 

@@ -10,8 +10,8 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -32,6 +32,17 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 def json_error(status: int, sentence: str) -> Response:
     return json_response({"error": sentence}, status)
+
+
+def closing(handler: Any) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """The lifespan of a server that closes ``handler`` when it ends."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(handler.close)
+
+    return lifespan
 
 
 def make_app(

@@ -8,8 +8,7 @@ wire.py; ``POST /release`` ends episodes; ``GET /health``; ``GET /metrics`` for 
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: its own folder is on the path, the repository is not
@@ -19,7 +18,7 @@ from fastapi import FastAPI, Response
 
 from scrl.handler.config import HandlerConfig, config_from_arguments
 from scrl.handler.handler import SearchHandler
-from scrl.handler.http_service import json_response, make_app, prometheus, serve
+from scrl.handler.http_service import closing, json_response, make_app, prometheus, serve
 from scrl.handler.wire import (
     EXECUTION_PATH,
     RELEASE_PATH,
@@ -41,13 +40,7 @@ def create_app(config: HandlerConfig, handler: SearchHandler | None = None) -> F
     Raises ValueError as SearchHandler does.
     """
     handler = SearchHandler(config) if handler is None else handler
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(handler.close)
-
-    app = make_app("search server", lifespan)
+    app = make_app("search server", closing(handler))
 
     async def run(item: Item, timeout_s: float) -> Item:
         call = read_call(item)

@@ -17,7 +17,7 @@ import httpx
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from scrl.llm_agent.parsing import parse_turn
-from scrl.llm_agent.prompts import TOOLS, list_argument, render_error, render_observation
+from scrl.llm_agent.prompts import list_argument, render_error, render_observation, well_formed
 from scrl.types import ToolCall, ToolResult
 
 EXECUTION_PATH = "/handle_execution"
@@ -103,20 +103,12 @@ def read_call(item: Item) -> ToolCall | str:
     call = item.get("tool_call")
     if not isinstance(call, dict | str):
         return "the item has no tool_call; give {name, arguments}, or their JSON text"
-    if isinstance(call, dict) and _is_well_formed(call):
-        return ToolCall(call["name"], {(key := list_argument(call["name"])): call["arguments"][key]})
+    if isinstance(call, dict) and (asked := well_formed(call.get("name"), call.get("arguments"))):
+        return ToolCall(call["name"], {list_argument(call["name"]): asked})
     # In JSON "<\/" says "</": a closing tag inside a query must not end the block.
     text = call if isinstance(call, str) else json.dumps(call).replace("</", "<\\/")
     parsed = parse_turn(f"<think></think><tool_call>{text}</tool_call>")
     return parsed if isinstance(parsed, ToolCall) else getattr(parsed, "reason", "it holds an answer, not a tool call")
-
-
-def _is_well_formed(call: dict[str, Any]) -> bool:
-    name, arguments = call.get("name"), call.get("arguments")
-    if not isinstance(name, str) or name not in TOOLS or not isinstance(arguments, dict):
-        return False
-    asked = arguments.get(list_argument(name))
-    return isinstance(asked, list) and bool(asked) and all(isinstance(text, str) and text.strip() for text in asked)
 
 
 def read_urls(item: Item) -> dict[str, str] | None:

@@ -250,7 +250,7 @@ class LLMGenerationManager:
         best = None
         n = most
         while least <= most:
-            text = render(n).encode("utf-8", "replace").decode()  # a lone surrogate can't be tokenised
+            text = prompts.writable(render(n))
             ids = prompts.encode_untrusted(self._tokenizer, text)
             if len(ids) <= self._settings.max_obs_length:
                 best, least = (text, ids, n), n + 1

@@ -47,6 +47,20 @@ def list_argument(tool: str) -> str:
     return TOOLS[tool]["function"]["parameters"]["required"][0]
 
 
+def well_formed(name: Any, arguments: Any) -> list[str] | None:
+    """The queries or URLs of a tool call that is as it should be: one or more strings, none blank. Else None."""
+    if not isinstance(name, str) or name not in TOOLS or not isinstance(arguments, dict):
+        return None
+    asked = arguments.get(list_argument(name))
+    fits = isinstance(asked, list) and all(isinstance(text, str) and text.strip() for text in asked)
+    return asked if fits and asked else None
+
+
+def writable(text: str) -> str:
+    """``text`` without lone surrogates, which JSON may name and neither UTF-8 nor a tokenizer can take: ``?`` each."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def build_messages(question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
 
@@ -54,7 +68,7 @@ def build_messages(question: str) -> list[dict[str, str]]:
 def encode_prompt(tokenizer: Any, question: str, tools: tuple[str, ...] = ("web_search",)) -> list[int]:
     """Token ids of the conversation's start, generation prompt and forced ``<think>`` included."""
     before, after = _prompt_frame(tokenizer, tools, tokenizer.chat_template)
-    return [*before, *encode_untrusted(tokenizer, question), *after]
+    return [*before, *encode_untrusted(tokenizer, writable(question)), *after]
 
 
 @lru_cache(maxsize=8)

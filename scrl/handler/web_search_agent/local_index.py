@@ -22,6 +22,7 @@ from pathlib import Path
 import tantivy
 
 from scrl.handler.web_search_agent.corpus import fingerprint, iter_rows, kind_of
+from scrl.llm_agent.prompts import writable
 
 FORMAT_VERSION = f"1-tantivy-{tantivy.__version__}"
 TITLE_WEIGHT = 3
@@ -54,7 +55,7 @@ _CONTENT_WORDS = _analyzer(drop_stop_words=True)
 
 def content_words(text: str) -> list[str]:
     """The stems of ``text`` without stop words; in scripts without spaces each character is a word."""
-    return _CONTENT_WORDS.analyze(_indexable(_writable(text)))
+    return _CONTENT_WORDS.analyze(_indexable(writable(text)))
 
 
 def _schema() -> tantivy.Schema:
@@ -64,11 +65,6 @@ def _schema() -> tantivy.Schema:
     builder.add_unsigned_field("ordinal", fast=True)
     builder.add_bytes_field("row", stored=True)
     return builder.build()
-
-
-def _writable(text: str) -> str:
-    """``text`` without lone surrogates, which JSON may name and UTF-8 can't hold."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _indexable(text: str) -> str:
@@ -90,7 +86,7 @@ def _write(index: tantivy.Index, rows: Iterable[Row], heap_size: int) -> int:
     count = 0
     try:
         for row in rows:
-            title, url, text = _writable(row["title"]), _writable(row["url"]), _writable(row["text"])
+            title, url, text = writable(row["title"]), writable(row["url"]), writable(row["text"])
             document = tantivy.Document()
             document.add_text("body", _indexable("\n".join([title] * TITLE_WEIGHT + [text])))
             document.add_text("title_key", _title_key(title))
@@ -156,8 +152,8 @@ class LocalIndex:
         """
         if topk < 1:
             raise ValueError(f"topk={topk} asks for no result; give 1 or more")
-        text = _indexable(_writable(query[:MAX_QUERY_CHARS]))
-        words = list(dict.fromkeys(content_words(text) or _ALL_WORDS.analyze(text)))[:MAX_QUERY_TERMS]
+        text = _indexable(writable(query[:MAX_QUERY_CHARS]))
+        words = list(dict.fromkeys(_CONTENT_WORDS.analyze(text) or _ALL_WORDS.analyze(text)))[:MAX_QUERY_TERMS]
         if not words:
             return []
         key = _title_key(text.strip())

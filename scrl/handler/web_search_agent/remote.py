@@ -20,6 +20,7 @@ from scrl.handler.web_search_agent.transport import (
     check_status,
     read_json,
 )
+from scrl.llm_agent.prompts import writable
 
 MAX_TITLE, MAX_URL, MAX_TEXT = 1000, 4000, 20_000  # characters
 
@@ -114,7 +115,7 @@ class RemoteBackend:
         return self.rows(read_json(reply))
 
     def search(self, query: str, topk: int, deadline: float) -> list[Row]:
-        request = self.request(query[: self.max_query_chars].encode("utf-8", "replace").decode(), topk)
+        request = self.request(writable(query[: self.max_query_chars]), topk)
         try:
             rows = self._guard.run(lambda seconds: self.read(self._fetch(request, seconds)), deadline)
         except SearchError as error:
@@ -179,4 +180,4 @@ def rows_of(items: Any, title: str, url: str, text: str) -> list[Row]:
 
 def as_text(value: Any) -> str:
     """``value`` if it is a string, without lone surrogates (which JSON may name and UTF-8 can't hold); else ""."""
-    return value.strip().encode("utf-8", "replace").decode() if isinstance(value, str) else ""
+    return writable(value.strip()) if isinstance(value, str) else ""
